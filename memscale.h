@@ -107,13 +107,14 @@
     more; ms_visit_lifetimes says which values need the memory, and when.
 
     OFFLOADING. A plan may give a param, its gradient or its optimizer state a home in host memory,
-    each by itself: it is copied to the device for its use, and back if that has changed it. So may
-    a buffer that no layer has as state. What a layer makes can be copied out after its use in forward, and in before backward. All of it is in
-    one block of host memory, pinned where the backend can. Copies run beside the arithmetic, one
-    stream in each direction, and are issued early and awaited late, as far as the arena has room.
-    By default modes BALANCED and AGGRESSIVE offload on devices with memory of their own; on others
-    it frees nothing, and is for those who switch it ON or force it. max_host_bytes is a budget like
-    that of the arena. docs/offloading.md has more.
+    each by itself: it is copied to the device for its use, and back if that has changed it. So
+    may a buffer that no layer has as state. What a layer makes can be copied out after its use
+    in forward, and in before backward. All of it is in one block of host memory, pinned where
+    the backend can. Copies run beside the arithmetic, one stream in each direction, and are
+    issued early and awaited late, as far as the arena has room. By default modes BALANCED and
+    AGGRESSIVE offload on devices with memory of their own; on others it frees nothing, and is
+    for those who switch it ON or force it. max_host_bytes is a budget like that of the arena.
+    docs/offloading.md has more.
 
     PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
     another, where it is checked and needs no search, nor a library that can search
@@ -404,8 +405,9 @@ typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_r
 
 typedef struct ms_model ms_model; // opaque
 
-/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty slots. Other
-   ids have no meaning of their own, and differ from model to model and from run to run. */
+/* Typed handles. An id of 0 is no tensor, no layer, no axis, no group: a zeroed desc has empty
+   slots. Other ids have no meaning of their own, and differ from model to model and from run to
+   run. */
 typedef struct ms_tensor {
     uint32_t id;
 } ms_tensor;
@@ -433,8 +435,7 @@ enum {
     MS_LIMIT_STATE = 32,
     MS_LIMIT_OPTIMIZER_STATE = 4, // tensors of optimizer state of one param
     MS_LIMIT_AXES = 8,
-    MS_LIMIT_NORMS =
-        16, // of gradients that are clipped apart: see ms_optimizer_desc.grad_clip_norm
+    MS_LIMIT_NORMS = 16, // of gradients that are clipped apart: ms_optimizer_desc.grad_clip_norm
     MS_LIMIT_GROUPS = 4096
 };
 
@@ -715,21 +716,22 @@ typedef enum ms_state_format {
 typedef struct ms_update_factors {
     float rate, decay, beta1, beta2, rest1, rest2, scale2, epsilon;
     float learning_rate; // AdamW: of this and of the number, rate and scale2 are made
-    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: the same and 2^31; else 0. */
+    /* AdamW: of the update, from 1, with steps that were skipped; Adafactor: that and 2^31; else 0. */
     uint32_t number;
 } ms_update_factors;
 
-/* One update of one param, by the trainer's own callback, which always gets the whole param (begin is
-   0), or by the backend's kernel, which may get a part of it. All arrays have count floats in device
-   memory, except that the library's own optimizers, and a callback that takes_formats, may have the
-   value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another format
-   (state_format[k] says how state[k] lies in memory): what is not F32 must not be read through the
-   pointer to float. Where the value is in 16 bits, the update is of `master`, which is then rounded to
-   the nearest; without it, of the value itself, rounded at random. AdamW: state[0] and state[1] are the first and second moments; SGD:
-   state[0] is the momentum; Lion: the moment. The update multiplies the gradient by *gradient_scale
-   (device memory; NULL: 1). If anything is not F32, elements whose gradient is not below 2^64 in
-   magnitude stay as they are. A custom update multiplies so too, enqueues its work on stream and may
-   overwrite the gradient (which nobody reads again, unless it is borrowed); no halted step calls it. */
+/* One update of one param, by the trainer's own callback, which always gets the whole param (begin
+   is 0), or by the backend's kernel, which may get a part of it. All arrays have count floats in
+   device memory, except that the library's own optimizers, and a callback that takes_formats, may
+   have the value and the gradient in 16 bits (value_dtype, gradient_dtype), and state in another
+   format (state_format[k] says how state[k] lies in memory): what is not F32 must not be read
+   through the pointer to float. Where the value is in 16 bits, the update is of `master`, which is
+   then rounded to the nearest; without it, of the value itself, rounded at random. AdamW: state[0]
+   and state[1] are the first and second moments; SGD: state[0] is the momentum; Lion: the moment.
+   The update multiplies the gradient by *gradient_scale (device memory; NULL: 1). If anything is
+   not F32, elements whose gradient is not below 2^64 in magnitude stay as they are. A custom update
+   multiplies so too, enqueues its work on stream and may overwrite the gradient (which nobody reads
+   again, unless it is borrowed); no halted step calls it. */
 typedef struct ms_update_args {
     void *user; // ms_optimizer_desc.user
     ms_tensor param;
@@ -1833,7 +1835,7 @@ MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimiz
 MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group);
 
 /* Change a rate between steps, at any time: of the params in no group, of those in a group (0: in
-   none), or the weight decay of one param.
+   none), or the weight decay of one param. After ms_gradient_norm it is for the next step.
    Errors: INVALID (a wrong handle, a value that is not finite); sticks. */
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate);
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
@@ -1853,8 +1855,8 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param);
 /* Pauses the updates of a param, or resumes them, from the next one on: its value, its optimizer state
    and their count stay as they are, and so does the plan. Its gradient is computed all the same, and
    counts in no norm. To save that time too for many steps, freeze it. Stream: waits, where steps may be
-   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update, in slices,
-   in a callback), BACKEND. */
+   skipped. Errors: INVALID (not a param; sticks), ORDER (in a step that has begun to update or whose
+   norm ms_gradient_norm has taken, in slices, in a callback), BACKEND. */
 MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused);
 
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
@@ -1871,15 +1873,15 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
    those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
-   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can also
-   be set for buffers that no layer has as state and, by force alone, for inputs; of a
-   param it is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient
-   and about all of its state; through a layer about all three. It has no effect on outputs, the
-   loss, and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its outputs and
-   saved tensors it is set for; layers that are forced and follow each other become one group, if
-   they can. Takes effect at the next ms_wrap, which fails with the reason if it is impossible.
-   What is forced holds in every plan except that of ms_detach, even if the technique's switch is
-   OFF. Errors: INVALID; sticks. */
+   for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can
+   also be set for buffers that no layer has as state and, by force alone, for inputs; of a param it
+   is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient and
+   about all of its state; through a layer about all three. It has no effect on outputs, the loss,
+   and what a layer makes and no backward reads. TILING holds for the whole layer, whichever of its
+   outputs and saved tensors it is set for; layers that are forced and follow each other become one
+   group, if they can. Takes effect at the next ms_wrap, which fails with the reason if it is
+   impossible. What is forced holds in every plan except that of ms_detach, even if the technique's
+   switch is OFF. Errors: INVALID; sticks. */
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force);
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
@@ -2198,8 +2200,8 @@ MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 /* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
    going to be applied (a step that should not be then ends with the next ms_forward instead); after
    that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
-   (neither grad_clip_norm nor skip_above_norm is set: FLT_MAX has norms without clipping; no backward
-   since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
+   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms without
+   clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
    in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
@@ -5095,6 +5097,8 @@ typedef struct msi_param_group {
 typedef struct msi_optimizers {
     MSI_LIST(msi_param_group) groups;
     uint32_t norm_count;
+    uint32_t kinds;    // analysis: of the params that are not frozen, a mask
+    bool undoes_scale; // analysis: all of their updates undo a loss scale
 } msi_optimizers;
 
 /* A text that a function returns. */
@@ -8688,19 +8692,6 @@ static const ms_optimizer_desc *msi_desc_of(const msi_optimizers *o, const msi_t
     return &o->groups.items[t->group].desc;
 }
 
-/* The kinds of all optimizers: a mask. */
-static uint32_t msi_kinds(const msi_optimizers *o) {
-    uint32_t kinds = 0;
-    for (MSI_ITEMS(const msi_param_group, group, o->groups)) {
-        kinds |= 1u << group->desc.kind;
-    }
-    return kinds;
-}
-
-static bool msi_has_kind(const msi_optimizers *o, ms_optimizer_kind kind) {
-    return msi_kinds(o) >> kind & 1;
-}
-
 /* Whether updates need the norm of the gradients: to clip them, or to skip a step. */
 static bool msi_takes_norm(const msi_optimizers *o) {
     bool takes = o->groups.items[0].desc.skip_above_norm > 0.0f;
@@ -9967,7 +9958,8 @@ static bool msi_is_complete(const ms_backend *b) {
     const bool needed = b->size == sizeof *b && b->name && b->memory_alloc && b->memory_release &&
                         b->hardware && b->copy_in && b->copy_out && b->copy && b->fill_bytes &&
                         b->fill_f32 && b->scale_f32 && b->add && b->cast && b->loss &&
-                        b->add_squares && b->clip_scale && b->update && b->gemm;
+                        b->add_squares && b->clip_scale && b->update && b->gemm &&
+                        (b->factor || !b->has_update_steps);
     const bool streams = b->synchronize && b->record && b->wait && b->wait_on_host;
     const bool recordings = b->recording_check && b->recording_end && b->recording_launch &&
                             b->recording_release && streams;
@@ -10160,8 +10152,7 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, b
                ? "state_format is F32 or BF16; 8 bits are a technique (ms_config.optimizer_8bit)"
            : !(msi_state_formats(desc) >> formats & 1)
                ? "state_format of MS_OPTIMIZER_ADAFACTOR is F32, as of MS_OPTIMIZER_CUSTOM unless "
-                 "it "
-                 "takes_formats"
+                 "it takes_formats"
                : NULL;
 }
 
@@ -10912,11 +10903,7 @@ static const char *msi_tiling_fault(const msi_graph *g, uint32_t layer) {
 
 /* Why no value can be in F16, or NULL. */
 static const char *msi_narrow_fault(const ms_model *m) {
-    bool undone = true; // the loss scale, by all updates
-    for (MSI_ITEMS(const msi_param_group, group, m->optimizers.groups)) {
-        undone &= group->desc.takes_formats || msi_optimizer_of(group->desc.kind).is_built_in;
-    }
-    return msi_is_scaled(msi_narrow_of(m)) && !undone
+    return msi_is_scaled(msi_narrow_of(m)) && !m->optimizers.undoes_scale
                ? "gradients in F16 are scaled, which an update of the trainer's own does not undo"
                : NULL;
 }
@@ -10952,10 +10939,11 @@ static const char *msi_early_fault(const ms_model *m) {
         is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_has_narrow(m) && by_mode);
     return msi_may_scale(m, !msi_narrow_fault(m) && may_round) ? "a loss scale needs all gradients"
            : m->config.accumulation_steps > 1                  ? "accumulation_steps is above 1"
-           : msi_takes_norm(&m->optimizers) ? "the norm of the gradients needs all of them"
-           : msi_kinds(&m->optimizers) == 1u << MS_OPTIMIZER_NONE
-               ? "MS_OPTIMIZER_NONE does not update"
-               : NULL;
+           : m->optimizers.groups.items[0].desc.skip_above_norm > 0.0f
+               ? "skip_above_norm needs all gradients"
+           : msi_takes_norm(&m->optimizers)                 ? "grad_clip_norm needs all gradients"
+           : m->optimizers.kinds == 1u << MS_OPTIMIZER_NONE ? "MS_OPTIMIZER_NONE does not update"
+                                                            : NULL;
 }
 
 /* Only params in F32 can be trained. */
@@ -11029,7 +11017,8 @@ static ms_result msi_check_forced(ms_model *m) {
         if (narrow_fault) {
             return msi_fail(m, MS_RESULT_UNSUPPORTED,
                             "mixed precision is asked for in F16, but %s: set mixed_dtype to "
-                            "MS_DTYPE_BF16, or use a built-in optimizer",
+                            "MS_DTYPE_BF16, or use a built-in optimizer, or an update that "
+                            "takes_formats",
                             narrow_fault);
         }
         for (size_t k = 0; k < sizeof forced / sizeof forced[0]; k++) {
@@ -11197,6 +11186,19 @@ static void msi_warn(const ms_model *m) {
     }
 }
 
+/* Which optimizers there are, of params that are to be trained. */
+static void msi_analyze_kinds(ms_model *m) {
+    m->optimizers.kinds = 0;
+    m->optimizers.undoes_scale = true;
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+        if (msi_is_trained(t)) {
+            m->optimizers.kinds |= 1u << o->kind;
+            m->optimizers.undoes_scale &= o->takes_formats || msi_optimizer_of(o->kind).is_built_in;
+        }
+    }
+}
+
 /* Whether plans treat the params of two groups alike. */
 static bool msi_plan_alike(const ms_optimizer_desc *a, const ms_optimizer_desc *b) {
     return a->kind == b->kind && a->state_format[0] == b->state_format[0] &&
@@ -11244,6 +11246,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
         return msi_fail_again(m, m->errors.sticky, "");
     }
+    msi_analyze_kinds(m);
     ms_result result = msi_check_loans(m); // may lack memory; a plan in force needs the analysis
     MSI_THEN(result, msi_check_frozen(m));
     MSI_DO(result, msi_analyze(g));
@@ -11260,7 +11263,7 @@ static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     MSI_THEN(result, msi_check_wanted(m));
     MSI_THEN(result, msi_check_ends(m));
     if (result == MS_RESULT_OK && m->config.cuda_graph &&
-        msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
+        (m->optimizers.kinds >> MS_OPTIMIZER_CUSTOM & 1)) {
         return msi_fail(
             m, MS_RESULT_INVALID,
             "cuda_graph: the arguments of an update callback differ from step to step, so it "
@@ -13422,7 +13425,8 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    const msi_part some = msi_part_of(tensor->bytes / sizeof(float), part, part_count);
+    const msi_part some =
+        msi_part_of(msi_elements_of(w->optimizers, tensor, role), part, part_count);
     const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0
                                ? msi_part_bytes(format, some).count
                                : msi_value_bytes(tensor, format);
@@ -13944,10 +13948,13 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
                               w->program->code.ranges.items[i].bytes > 0;
         if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
             /* What does not move in place is copied, and so is the trainer's own memory: it may be
-               pageable, which a device cannot use. */
-            const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) &&
-                                (store->residents.items[i].borrowed ||
-                                 !(msi_decided(w, param)->moves & MSI_IN_PLACE));
+               pageable, which a device cannot use; and factors, which are operands of products. */
+            const bool in_place =
+                (msi_decided(w, param)->moves & MSI_IN_PLACE) != 0 &&
+                !store->residents.items[i].borrowed &&
+                msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind !=
+                    MS_OPTIMIZER_ADAFACTOR;
+            const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) && !in_place;
             list[count].range = copied ? MSI_NONE : i;
             list[count].home = copied ? i : MSI_NONE;
             list[count++].is_fetched = copied;
@@ -25718,14 +25725,17 @@ static int msi_call_update(ms_model *m, const ms_update_args *args) {
 }
 
 static ms_result msi_custom_update(ms_model *m, const ms_update_args *args) {
+    const uint32_t error_count = m->errors.count;
     m->run.updates_done++;
     const int error = msi_call_update(m, args);
-    return error == 0
-               ? MS_RESULT_OK
-               : msi_fail(m, MS_RESULT_CALLBACK,
-                          "param \"%s\": the update callback returned %d; the model has "
-                          "failed: write params and state again, then wrap",
-                          msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)), error);
+    const bool told = m->errors.count != error_count; // by ms_gemm, say
+    const msi_words inner = msi_words_of(": %.510s", m->errors.text);
+    return error == 0 ? MS_RESULT_OK
+                      : msi_fail(m, MS_RESULT_CALLBACK,
+                                 "param \"%s\": the update callback returned %d%s; the model has "
+                                 "failed: write params and state again, then wrap",
+                                 msi_tensor_name(&m->graph, msi_index(&m->graph, args->param)),
+                                 error, told ? inner.text : "");
 }
 
 static void *msi_stream(const ms_model *m) {
@@ -29289,7 +29299,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
             d->half_bytes[place] =
                 msi_larger(d->half_bytes[place], msi_half_bytes_of(g, &g->layers.items[i], place));
         }
-        if (place == 0 && msi_has_kind(&m->optimizers, MS_OPTIMIZER_CUSTOM)) {
+        if (place == 0 && (m->optimizers.kinds >> MS_OPTIMIZER_CUSTOM & 1)) {
             d->half_bytes[0] =
                 msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
@@ -29528,7 +29538,7 @@ static ms_result msi_end_timing(ms_model *m, bool timed) {
 
 static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_instruction *i) {
     ms_call call;
-    const ms_update_args args = msi_update_args_of(m, p, i, &call);
+    ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
     if (m->graph.tensors.items[i->target].is_paused) {
@@ -29544,11 +29554,14 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
                              : msi_device(m, m->config.backend.update(m->device, &args), "update"));
         return result;
     }
-    if (m->config.backend.is_asynchronous && m->run.verdict != MSI_VERDICT_NONE) {
-        MSI_THEN(result, msi_copy_verdict(m)); // it ignores a halt: waits for the verdict
+    /* It ignores a halt, and takes the number of the update from the host: it waits for the verdict. */
+    if (m->config.backend.is_asynchronous && (first || m->run.verdict != MSI_VERDICT_NONE)) {
+        MSI_THEN(result, msi_copy_verdict(m));
         MSI_THEN(result, msi_act_on_verdict(m));
     }
-    if (result == MS_RESULT_OK && msi_verdict(m, false)->halted == (uint32_t)MS_HALT_NONE) {
+    const ms_step_state *verdict = msi_verdict(m, false);
+    if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE) {
+        args.t -= msi_may_skip(m, m->run.store) ? verdict->skipped_steps : 0;
         result = msi_debugs(m) ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
     return result;
@@ -29598,11 +29611,14 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
     const msi_range *target = &p->code.ranges.items[ends[0].range];
     const msi_tensor *t = &m->graph.tensors.items[target->tensor];
     msi_pair pair = {ends[0].range, ends[1].range, msi_part_address(m, p, i, ends[0].range),
-                     msi_part_address(m, p, i, ends[1].range), t->bytes};
+                     msi_part_address(m, p, i, ends[1].range),
+                     msi_role_bytes(&m->optimizers, t, (msi_role)target->role, false)};
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (i->part_count > 1 || target->format != t->format) {
-        const msi_part part = msi_part_of(msi_elements(t), i->part, i->part_count);
+        const bool is_state = target->role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM;
+        const uint64_t elements = is_state ? pair.bytes / sizeof(float) : msi_elements(t);
+        const msi_part part = msi_part_of(elements, i->part, i->part_count);
         pair.bytes = msi_part_bytes((msi_format)target->format, part).count;
     }
     return pair;
@@ -30576,6 +30592,12 @@ static ms_result msi_step_slice(ms_model *m, uint64_t microseconds, double *loss
     return msi_count_success(m, result, s->step);
 }
 
+/* Whether ms_gradient_norm has taken the norm of an update that has not come yet. */
+static bool msi_has_norm(const msi_run *r) {
+    return r->progress == MSI_PROGRESS_BACKWARD && r->program &&
+           r->position > r->program->code.backward_end;
+}
+
 static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     static const char *const function = "ms_set_gradient_factor";
     const bool begun = m->run.progress != MSI_PROGRESS_NONE;
@@ -30588,8 +30610,7 @@ static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
     if (result == MS_RESULT_OK && m->run.slices.is_open) {
         result = msi_fail_in_slices(m, function);
     }
-    if (result == MS_RESULT_OK && begun &&
-        (m->run.updates_done > 0 || m->run.position > m->run.program->code.backward_end)) {
+    if (result == MS_RESULT_OK && begun && (m->run.updates_done > 0 || msi_has_norm(&m->run))) {
         result = msi_fail(m, MS_RESULT_ORDER,
                           "%s: the update has begun (early_update, or ms_gradient_norm): set the "
                           "factor before ms_backward",
@@ -30619,7 +30640,6 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
                      !m->run.slices.is_open && !m->run.busy && !m->run.visits;
     const uint32_t end = has ? msi_after_clip(p) : 0;
     const bool waits = has && m->run.progress == MSI_PROGRESS_BACKWARD;
-    *norm = 0.0;
     if (waits && m->run.position < end) {
         ms_result result = msi_run_to(m, end);
         if (result == MS_RESULT_OK) {
@@ -30630,8 +30650,8 @@ static ms_result msi_gradient_norm(ms_model *m, double *norm) {
         const ms_step_state *state = msi_verdict(m, false);
         m->run.is_left_out = result == MS_RESULT_OK && state->halted != (uint32_t)MS_HALT_NONE;
         m->run.step += m->run.is_left_out;
+        *norm = result == MS_RESULT_NONFINITE ? state->norm : *norm;
         if (result != MS_RESULT_OK) {
-            *norm = state->norm;
             return result;
         }
     } else if (!has || (!waits && m->run.position < p->code.instructions.count)) {
@@ -33329,11 +33349,17 @@ static MSI_COLD const char *msi_dtype_in_file(msi_format format) {
     return msi_is_coded(format) ? "U8" : names[format];
 }
 
+/* The shape of an item whose elements are numbers: that of its tensor, unless it is factored state. */
+static MSI_COLD ms_shape msi_number_shape(const msi_checkpoint *c, const msi_item *i) {
+    const ms_shape *shape = &c->m->graph.tensors.items[i->index].view.shape;
+    return i->count == ms_shape_count(shape) ? *shape : ms_shape1((int64_t)i->count);
+}
+
 /* The shape of an item in a file: codes, and what is no tensor of the graph, have one dim. */
 static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item *i) {
     const bool is_coded = msi_is_coded(i->format);
     return i->kind == MSI_ITEM_TENSOR && !is_coded
-               ? c->m->graph.tensors.items[i->index].view.shape
+               ? msi_number_shape(c, i)
                : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
 }
 
@@ -33977,7 +34003,7 @@ static MSI_COLD msi_format msi_format_in_file(const msi_checkpoint *c, const msi
     }
     const bool is_float = (int)format < MSI_CALL_FORMAT_COUNT;
     const bool takes_float = (int)t->format < MSI_CALL_FORMAT_COUNT;
-    const ms_shape there = msi_entry_shape(c, e), here = t->view.shape;
+    const ms_shape there = msi_entry_shape(c, e), here = msi_number_shape(c, i);
     bool reads = (format == (msi_format)t->format || (is_float && takes_float)) &&
                  there.rank == here.rank && (!i->is_transposed || here.rank == 2);
     for (int k = 0; k < here.rank && reads; k++) {
@@ -35684,23 +35710,20 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
     }
 }
 
-static void msi_set_rate(ms_model *model, const char *function, ms_param_group group, float rate) {
-    const uint32_t index = msi_check_finite(model, function, NULL, rate)
+MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
+                                             float learning_rate) {
+    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
+    const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
                                ? msi_group_index(model, function, group)
                                : MSI_NONE;
     if (index != MSI_NONE) {
-        model->optimizers.groups.items[index].desc.learning_rate = rate;
+        model->optimizers.groups.items[index].desc.learning_rate = learning_rate;
     }
 }
 
 MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
     const ms_param_group none = {0};
-    msi_set_rate(model, "ms_set_learning_rate", none, learning_rate);
-}
-
-MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
-                                             float learning_rate) {
-    msi_set_rate(model, "ms_set_group_learning_rate", group, learning_rate);
+    ms_set_group_learning_rate(model, none, learning_rate);
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
@@ -35716,10 +35739,16 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
     static const char *const function = "ms_set_paused";
     msi_tensor *t = msi_param_of(model, function, param);
     if (!t) {
-        return MS_RESULT_INVALID;
+        return model && msi_made(model) != MS_RESULT_OK ? msi_made(model) : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
     ms_result result = msi_check_between_steps(model, function);
+    if (result == MS_RESULT_OK && msi_has_norm(&model->run)) {
+        result = msi_fail(model, MS_RESULT_ORDER,
+                          "%s: ms_gradient_norm has taken the norm of this update: pause params "
+                          "before it, or after ms_update",
+                          function);
+    }
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && t->is_paused != paused) {

@@ -1635,9 +1635,9 @@ NN_API int64_t nn_decoded_rows(int64_t rows, int64_t columns) {
 
 /* The rows that a call works on, decoded at the start of its workspace. */
 NN_API int nn_decode_rows(const ms_call *call, const nn_coded *w, int64_t first, int64_t count,
-                          ms_dtype dtype, ms_matrix *decoded) {
+                          ms_dtype dtype, ms_matrix *floats) {
     const nn_values some = nn_values_in(call->workspace, dtype);
-    *decoded = nn_matrix(some, count, w->columns, w->columns);
+    *floats = nn_matrix(some, count, w->columns, w->columns);
     return nn_device_in(call)->decode(call, some, *w, NULL, first, count);
 }
 
@@ -2465,16 +2465,16 @@ NN_API uint32_t nn_bias_mask(ms_tensor bias) {
 NN_API ms_workspace nn_coded_workspace(const nn_net *net, const nn_param_info *weight, ms_shape out,
                                        uint32_t axes, bool backward) {
     const int64_t columns = weight->shape.dim[1];
-    const int64_t decoded = nn_decoded_rows(weight->shape.dim[0], columns) * columns;
+    const int64_t numbers = nn_decoded_rows(weight->shape.dim[0], columns) * columns;
     const ms_shape largest = nn_largest(net, out);
     if (!backward) {
-        return nn_workspace(decoded);
+        return nn_workspace(numbers);
     }
     ms_workspace workspace = nn_column_workspace(net, largest, axes, nn_column_scratch);
     const int64_t units = axes > 0 ? nn_leading(largest, axes) : 1; // what row_bytes is for
     const uint64_t sums = (uint64_t)(nn_rows(largest) / units * columns) * sizeof(float);
     workspace.row_bytes += axes > 0 ? sums : 0;
-    workspace.bytes += (uint64_t)decoded * sizeof(float) + (axes > 0 ? 0 : sums);
+    workspace.bytes += (uint64_t)numbers * sizeof(float) + (axes > 0 ? 0 : sums);
     return workspace;
 }
 

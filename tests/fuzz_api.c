@@ -238,6 +238,11 @@ static int fz_update(void *user, const ms_update_args *args) {
     return error != 0 ? error : CPU->update(CPU->user, args);
 }
 
+static int fz_factor(void *user, const ms_factor_args *args) {
+    int error = backend_fails(user);
+    return error != 0 ? error : CPU->factor(CPU->user, args);
+}
+
 static int fz_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b, float beta,
                    const ms_matrix *c) {
     int error = backend_fails(user);
@@ -266,6 +271,7 @@ static ms_backend world_backend(world *w) {
     b.add_squares = fz_add_squares;
     b.clip_scale = fz_clip_scale;
     b.update = fz_update;
+    b.factor = fz_factor;
     b.gemm = fz_gemm;
     b.hardware = fz_hardware;
     return b;

@@ -104,7 +104,9 @@
     X(DID_IN_PLACE, 20)                                                                            \
     X(DID_GRAD_IN_PLACE, 20)                                                                       \
     X(DID_UPDATE_EARLY, 20)                                                                        \
-    X(DID_CLIP, 5)
+    X(DID_CLIP, 5)                                                                                 \
+    X(MUON, 5)                                                                                     \
+    X(ADAFACTOR, 5)
 
 #define RD_X(name, share) RD_##name,
 typedef enum rd_feature { RD_FEATURES(RD_X) RD_FEATURE_COUNT } rd_feature;
@@ -133,7 +135,7 @@ enum {
     RD_VALUES = 512,
     RD_ELEMENTS = 256, // of the largest tensor
     RD_STATES = MS_LIMIT_OPTIMIZER_STATE,
-    RD_GROUPS = 3,
+    RD_GROUPS = 5, // at most 3 by rd_random_groups, and 2 by rd_random_matrices
     RD_AXIS_LIMIT = 2,
     RD_TEXT = 512,
     RD_CALLBACK_ERROR = 77
@@ -764,7 +766,7 @@ static inline void rd_random_groups(rd_graph *g) {
     if (g->optimizer.kind == MS_OPTIMIZER_NONE || t_chance(&rng, 0.5)) {
         return;
     }
-    g->group_count = 1 + t_below(&rng, RD_GROUPS);
+    g->group_count = 1 + t_below(&rng, 3);
     for (uint32_t k = 0; k < g->group_count; ++k) {
         ms_optimizer_desc *o = &g->group[k];
         o->kind = (ms_optimizer_kind)t_below(&rng, MS_OPTIMIZER_CUSTOM);
@@ -779,6 +781,35 @@ static inline void rd_random_groups(rd_graph *g) {
     }
 }
 
+/* Groups of matrices whose updates are of them as a whole, and of anything by Adafactor. */
+static inline void rd_random_matrices(rd_graph *g) {
+    t_rng rng = t_seed(g->seed ^ 0x6d617472);
+    if (!t_is_built_in((int)g->optimizer.kind) || t_chance(&rng, 0.6)) {
+        return;
+    }
+    const uint32_t muon = g->group_count + 1, adafactor = g->group_count + 2;
+    for (int k = 0; k < 2; ++k) {
+        ms_optimizer_desc *o = &g->group[g->group_count++];
+        o->kind = k == 0 ? MS_OPTIMIZER_MUON : MS_OPTIMIZER_ADAFACTOR;
+        o->learning_rate = 0.01f;
+        o->momentum = k == 0 && t_chance(&rng, 0.5) ? 0.8f : 0.0f;
+        o->beta2 = k == 1 && t_chance(&rng, 0.5) ? 0.9f : 0.0f;
+        o->weight_decay = t_chance(&rng, 0.5) ? 0.05f : 0.0f;
+        o->grad_clip_norm = t_chance(&rng, 0.75) ? 0.0f : 0.03f;
+    }
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const uint32_t of = t_below(&rng, 4);
+        const bool fits = g->value[i].role == RD_PARAM && (of != 1 || g->value[i].rank >= 2);
+        g->value[i].group = (uint8_t)(!fits     ? g->value[i].group
+                                      : of == 1 ? muon
+                                      : of == 2 ? adafactor
+                                                : g->value[i].group);
+        const bool learns = g->value[i].role == RD_PARAM && !g->value[i].frozen;
+        g->seen[RD_MUON] |= learns && g->value[i].group == muon;
+        g->seen[RD_ADAFACTOR] |= learns && g->value[i].group == adafactor;
+    }
+}
+
 static inline const ms_optimizer_desc *rd_optimizer(const rd_graph *g, uint32_t param) {
     const uint32_t group = g->value[param].group;
     return group > 0 ? &g->group[group - 1] : &g->optimizer;
@@ -786,7 +817,9 @@ static inline const ms_optimizer_desc *rd_optimizer(const rd_graph *g, uint32_t 
 
 static inline uint32_t rd_state_count(const rd_graph *g, uint32_t value) {
     const ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, value));
-    return t_state_count(&o);
+    const rd_value *v = &g->value[value];
+    const uint32_t factors = v->rank == 2 && v->rows > 1 && v->cols > 1 ? 2 : 1;
+    return o.kind == MS_OPTIMIZER_ADAFACTOR ? factors : t_state_count(&o);
 }
 
 /* Which of the norms the gradient of a param counts in, and how many there are. */
@@ -996,6 +1029,7 @@ static inline rd_graph *rd_generate(uint64_t seed) {
         g->seen[RD_LARGER_EVALS] |= g->trains[i] < g->largest[i];
     }
     rd_choose_dtypes(g);
+    rd_random_matrices(g);
     rd_count_features(g);
     return g;
 }
@@ -2398,6 +2432,133 @@ static inline void rd_fill_update(ms_update_args *args, rd_graph *g, uint32_t pa
     args->t = t;
 }
 
+/* One step of the update of a matrix, in F32. */
+static inline void rd_step(const ms_backend *cpu, const ms_update_factors *factors,
+                           ms_optimizer_kind kind, float *value, float *gradient,
+                           const float *scale, float *state, uint64_t count) {
+    const ms_step_state running = {0};
+    ms_update_args args;
+    memset(&args, 0, sizeof args);
+    args.kind = kind;
+    args.count = count;
+    args.value = value;
+    args.gradient = gradient;
+    args.gradient_scale = scale;
+    args.state[0] = state;
+    args.factors = factors;
+    args.state_of_step = &running;
+    assert_int_equal(cpu->update(cpu->user, &args), 0);
+}
+
+/* c = alpha op(a) op(b) + beta c, where a and b have so many rows and cols as they lie in memory. */
+static inline void rd_product(const ms_backend *cpu, float alpha, ms_matrix a, ms_matrix b,
+                              float beta, ms_matrix c) {
+    assert_int_equal(cpu->gemm(cpu->user, alpha, &a, &b, beta, &c), 0);
+}
+
+static inline ms_matrix rd_matrix(float *data, uint64_t rows, uint64_t cols, bool transposed) {
+    ms_matrix m;
+    memset(&m, 0, sizeof m);
+    m.data = data;
+    m.rows = (int64_t)rows;
+    m.cols = m.stride = (int64_t)cols;
+    m.dtype = MS_DTYPE_F32;
+    m.transposed = transposed;
+    m.batch_count = 1;
+    return m;
+}
+
+static inline double rd_squares(const ms_backend *cpu, const float *data, uint64_t count) {
+    double sum = 0.0;
+    uint32_t nonfinite = 0;
+    assert_int_equal(cpu->add_squares(cpu->user, data, MS_DTYPE_F32, count, &sum, 1, &nonfinite),
+                     0);
+    return sum;
+}
+
+static inline void rd_muon(const ms_backend *cpu, const ms_update_args *a, ms_update_factors f,
+                           uint64_t rows, uint64_t cols) {
+    float x[RD_ELEMENTS], y[RD_ELEMENTS], square[RD_ELEMENTS], poly[RD_ELEMENTS];
+    const bool tall = rows > cols;
+    const uint64_t least = tall ? cols : rows;
+    rd_step(cpu, &f, MS_UPDATE_MOMENTUM, x, a->gradient, a->gradient_scale,
+            a->momentum != 0.0f ? a->state[0] : NULL, a->count);
+    const float size = (float)(1.0 / (sqrt(rd_squares(cpu, x, a->count)) + 1e-7));
+    for (uint64_t i = 0; i < a->count; ++i) {
+        x[i] *= size;
+    }
+    for (int k = 0; k < 5; ++k) {
+        const ms_matrix s = rd_matrix(square, least, least, false);
+        const ms_matrix now = rd_matrix(x, rows, cols, false);
+        rd_product(cpu, 1.0f, rd_matrix(x, rows, cols, tall), rd_matrix(x, rows, cols, !tall), 0.0f,
+                   s);
+        memcpy(poly, square, sizeof poly);
+        const ms_matrix p = rd_matrix(poly, least, least, false);
+        rd_product(cpu, 2.0315f, s, s, -4.7750f, p);
+        memcpy(y, x, sizeof y);
+        rd_product(cpu, 1.0f, tall ? now : p, tall ? p : now, 3.4445f,
+                   rd_matrix(y, rows, cols, false));
+        memcpy(x, y, sizeof x);
+    }
+    f.rate *= (float)(0.2 * sqrt((double)(tall ? rows : cols)));
+    rd_step(cpu, &f, MS_UPDATE_APPLY, a->value, x, NULL, NULL, a->count);
+}
+
+static inline void rd_adafactor(const ms_backend *cpu, const ms_update_args *a,
+                                const ms_update_factors *f, uint64_t rows, uint64_t cols) {
+    float x[RD_ELEMENTS], by_row[RD_ELEMENTS], by_col[RD_ELEMENTS], ones[RD_ELEMENTS];
+    const bool factored = rows > 1 && cols > 1;
+    float mean = 1.0f;
+    rd_step(cpu, f, MS_UPDATE_SQUARE, x, a->gradient, a->gradient_scale, NULL, a->count);
+    if (factored) {
+        const float of_col = 1.0f / (float)cols, of_row = 1.0f / (float)rows;
+        const ms_matrix squares = rd_matrix(x, rows, cols, false);
+        for (int i = 0; i < RD_ELEMENTS; ++i) {
+            ones[i] = 1.0f;
+        }
+        rd_product(cpu, of_col, squares, rd_matrix(ones, cols, 1, false), 0.0f,
+                   rd_matrix(by_row, rows, 1, false));
+        rd_product(cpu, of_row, rd_matrix(ones, 1, rows, false), squares, 0.0f,
+                   rd_matrix(by_col, 1, cols, false));
+        rd_step(cpu, f, MS_UPDATE_BLEND, a->state[0], by_row, NULL, NULL, rows);
+        rd_step(cpu, f, MS_UPDATE_BLEND, a->state[1], by_col, NULL, NULL, cols);
+        rd_product(cpu, of_row, rd_matrix(a->state[0], 1, rows, false),
+                   rd_matrix(ones, rows, 1, false), 0.0f, rd_matrix(&mean, 1, 1, false));
+        rd_step(cpu, f, MS_UPDATE_ROOT, by_row, a->state[0], NULL, NULL, rows);
+        rd_step(cpu, f, MS_UPDATE_ROOT, by_col, a->state[1], NULL, NULL, cols);
+        rd_product(cpu, 1.0f, rd_matrix(by_row, rows, 1, false), rd_matrix(by_col, 1, cols, false),
+                   0.0f, squares);
+    } else {
+        rd_step(cpu, f, MS_UPDATE_BLEND, a->state[0], x, NULL, NULL, a->count);
+        rd_step(cpu, f, MS_UPDATE_ROOT, x, a->state[0], NULL, NULL, a->count);
+    }
+    rd_step(cpu, f, MS_UPDATE_MULTIPLY, x, a->gradient, a->gradient_scale, NULL, a->count);
+    const double root = factored ? sqrt((double)mean) : 1.0, count = (double)a->count;
+    const double change = root * sqrt(rd_squares(cpu, x, a->count) / count);
+    const double size = sqrt(rd_squares(cpu, a->value, a->count) / count);
+    const float scale = (float)(root * (size > 1e-3 ? size : 1e-3) / (change > 1.0 ? change : 1.0));
+    rd_step(cpu, f, MS_UPDATE_APPLY, a->value, x, &scale, NULL, a->count);
+}
+
+/* Any update. */
+static inline void rd_run_update(const ms_backend *cpu, const rd_graph *g, uint32_t param,
+                                 const ms_update_args *args) {
+    const rd_value *v = &g->value[param];
+    const uint64_t cols = v->rank == 2 ? (uint64_t)v->cols : args->count, rows = args->count / cols;
+    ms_optimizer_desc o = msi_fill_optimizer(*rd_optimizer(g, param));
+    o.learning_rate = args->learning_rate;
+    ms_update_factors f = msi_factors_at(&o, args->t);
+    f.decay = msi_decay_factor(&o, args->weight_decay);
+    if (args->kind == MS_OPTIMIZER_MUON) {
+        rd_muon(cpu, args, f, rows, cols);
+    } else if (args->kind == MS_OPTIMIZER_ADAFACTOR) {
+        rd_adafactor(cpu, args, &f, rows, cols);
+    } else {
+        const bool custom = args->kind == MS_OPTIMIZER_CUSTOM;
+        assert_int_equal(custom ? rd_update(args) : t_update(cpu, args), 0);
+    }
+}
+
 static inline void rd_reference_update(rd_reference *r) {
     rd_graph *g = r->run.graph;
     ms_norm norms[1 + RD_GROUPS];
@@ -2417,8 +2578,7 @@ static inline void rd_reference_update(rd_reference *r) {
                               : r->gradient_factor > 0.0f ? &r->gradient_factor
                                                           : NULL;
         memcpy(args.state, r->state[i], sizeof args.state);
-        int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
-        assert_int_equal(error, 0);
+        rd_run_update(&r->cpu, g, i, &args);
     }
 }
 

@@ -244,7 +244,7 @@ check_new_engine() {
 # kind cannot be swapped. Nothing of a layer is anywhere but in the places that nn.h lists.
 check_new_kernel() {
     local file text
-    mkdir $checks/nn && cp memscale.h examples/nn*.h $checks/nn || return 1
+    mkdir $checks/nn && cp memscale.h examples/nn*.h examples/blocks.h $checks/nn || return 1
     compile -I$checks/nn $checks/nn/nn.h || return 1
     sed -i 's|^    K(copy,|    K(planted, (const ms_call *call, nn_values y)) &|' $checks/nn/nn.h
     ! text=$(compile -I$checks/nn $checks/nn/nn.h 2>&1) || return 1

@@ -121,15 +121,17 @@ static bool is_lent_gradient(const msi_tensor *t) {
 static void fill(const walk *w, uint32_t value, int role, bytes *to) {
     t_rng rng = t_seed(w->round * 7919 + value * 11 + (uint64_t)(role + 2));
     const uint64_t count = ms_tensor_count(w->m[0], w->handle[0][value]);
+    const bool squares =
+        msi_desc_of(&w->m[0]->optimizers, tensor_of(w, value))->kind == MS_OPTIMIZER_ADAFACTOR;
     if (role == -2 && w->dag) {
         rd_initial(w->dag, value, w->size, w->round, to->byte);
         return;
     }
     for (uint64_t i = 0; i < count; ++i) {
         const float unit = (float)t_unit(&rng);
-        to->number[i] = w->rows     ? (float)t_below(&rng, 9) - (role < 1 ? 4.0f : -1.0f)
-                        : role == 1 ? 0.5f + unit
-                                    : 0.5f * unit - 0.25f;
+        to->number[i] = w->rows ? (float)t_below(&rng, 9) - (role < 1 ? 4.0f : -1.0f)
+                        : role == 1 || (role == 0 && squares) ? 0.5f + unit
+                                                              : 0.5f * unit - 0.25f;
     }
 }
 
@@ -145,7 +147,7 @@ static bool is_exact(const walk *w, int k, uint32_t value, int role) {
 
 static void write_one(walk *w, uint32_t value, int role) {
     static bytes data, back;
-    const size_t size = (size_t)ms_tensor_bytes(w->m[0], w->handle[0][value]);
+    const size_t size = (size_t)ms_tensor_bytes(w->m[0], handle_of(w, 0, value, role));
     fill(w, value, role, &data);
     for (int k = 0; k < 2; ++k) {
         const ms_tensor handle = handle_of(w, k, value, role);
@@ -703,7 +705,7 @@ static void detach(walk *w) {
 static void wrap(walk *w) {
     note(w, 'W');
     settle(w);
-    const ms_optimizer_desc *o = &w->m[1]->optimizer;
+    const ms_optimizer_desc *o = &w->m[1]->optimizers.groups.items[0].desc;
     const bool rounds = w->codes && (o->state_format[0] || o->state_format[1]); // codes, to BF16
     if (!rounds && t_chance(&w->rng, 0.3)) {
         detach(w);
@@ -883,6 +885,7 @@ static void walk_dag(uint64_t seed, const ms_backend *backend, v_layer *layers, 
     w.micros = g->accumulation ? g->accumulation : 1;
     w.value_count = g->value_count;
     memcpy(w.size, g->size, sizeof g->size);
+    memset(g->trains, 0, sizeof g->trains); // steps at every size
     memcpy(w.largest, g->largest, sizeof g->largest);
     choose_config(&w, &plain, &moved);
     moved.allocator = t_heap_allocator(&heap);

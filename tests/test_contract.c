@@ -692,7 +692,7 @@ static void replay_update(replay *r, const ms_event *event) {
             args.value = data;
         } else if (o->tensor.id == ms_gradient(r->net->model, event->tensor).id) {
             args.gradient = data;
-        } else if (o->tensor.id == 0) {
+        } else if (o->tensor.id == 0 && !o->is_new) { // and not scratch memory
             args.gradient_scale = &((const ms_norm *)(const void *)data)->scale;
         }
         for (int i = 0; i < RD_STATES; ++i) {
@@ -701,8 +701,7 @@ static void replay_update(replay *r, const ms_event *event) {
         }
     }
     rd_fill_update(&args, g, param, r->run.size, r->learning_rate, r->run.step + 1);
-    int error = args.kind == MS_OPTIMIZER_CUSTOM ? rd_update(&args) : t_update(&r->cpu, &args);
-    assert_int_equal(error, 0);
+    rd_run_update(&r->cpu, g, param, &args);
 }
 
 static void replay_issue(replay *r, void *target, const void *source, size_t bytes, bool out) {

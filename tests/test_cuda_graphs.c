@@ -7,7 +7,7 @@ enum { STEPS = 8 };
 // ------------------------------------------------------------------------------------------------
 // the same bits
 
-enum { GRAPH_CASES = 7 };
+enum { GRAPH_CASES = 10 };
 
 static void make_cases(cn_how *cases) {
     memset(cases, 0, GRAPH_CASES * sizeof *cases);
@@ -26,6 +26,10 @@ static void make_cases(cn_how *cases) {
     cases[5].optimizer = MS_OPTIMIZER_SGD;
     cases[5].early = MS_SWITCH_ON;
     cases[6].micro_count = 2;
+    for (int i = 7; i < GRAPH_CASES; i++) {
+        cases[i].optimizer = i == 7 ? MS_OPTIMIZER_MUON : MS_OPTIMIZER_ADAFACTOR;
+        cases[i].clip = i == 9 ? 0.05f : 0.0f;
+    }
 }
 
 static uint64_t forwards(const cn_net *net) {

@@ -1228,7 +1228,7 @@ static ms_memory_report plan_of(uint64_t seed, uint32_t groups, bool smallest) {
         g->group[k].user = g;
     }
     for (uint32_t i = 0; i < g->value_count; ++i) {
-        g->value[i].group = groups > 0 ? (uint8_t)(1 + i % groups) : 0;
+        g->value[i].group = (uint8_t)(groups > 0 ? 1 + i % groups : 0);
     }
     rd_net *n = rd_net_create(g, &config, "groups", failure, false);
     t_ok(n->model, ms_wrap(n->model));
@@ -1414,7 +1414,7 @@ static void handles_are_checked(void **state) {
             t_net_loss(nets[k], t_net_scale(nets[k], "scale", nets[k]->x, 0.0f, p[k]), 1.0f);
             assert_true(group[k].id != 0);
         }
-        const ms_param_group wrong = {p[0].id};
+        const ms_param_group wrong = {n.x.id}; // whose number is that of no group
         const ms_tensor no_tensor = {0};
         ms_result expected = MS_RESULT_INVALID;
         const char *text = "the group is none of this model: see ms_optimizer_group";

@@ -579,7 +579,7 @@ static bool works(const rd_net *n, ms_result result, const char *call) {
    read. */
 static bool same_tensor(pair_of_nets *t, const char *what, uint32_t value, ms_tensor plain,
                         ms_tensor moved) {
-    uint64_t a[RD_ELEMENTS], b[RD_ELEMENTS];
+    uint64_t a[RD_ELEMENTS] = {0}, b[RD_ELEMENTS] = {0};
     const uint64_t bytes = rd_bytes(&t->graph->value[value], t->plain->run.size);
     const ms_result of_plain = ms_read(t->plain->model, plain, a);
     const ms_result of_moved = ms_read(t->moved->model, moved, b);

@@ -128,39 +128,32 @@ static void check_optimizer(const optimizer_case *c) {
 
 static void optimizers_follow_their_formulas(void **state) {
     (void)state;
-    static const optimizer_case cases[] = {
-        {{.kind = MS_OPTIMIZER_ADAMW}, -1.0f},
-        {{.kind = MS_OPTIMIZER_ADAMW,
-          .learning_rate = 0.01f,
-          .beta1 = 0.8f,
-          .beta2 = 0.95f,
-          .epsilon = 1e-6f,
-          .weight_decay = 0.1f},
-         0.0f},
-        {{.kind = MS_OPTIMIZER_ADAMW, .learning_rate = 0.003f, .beta1 = 0.9f, .beta2 = 0.99f},
-         0.5f},
-        {{.kind = MS_OPTIMIZER_SGD, .learning_rate = 0.05f}, -1.0f},
-        {{.kind = MS_OPTIMIZER_SGD, .learning_rate = 0.05f, .momentum = 0.9f, .weight_decay = 0.1f},
-         0.3f},
-        {{.kind = MS_OPTIMIZER_LION}, -1.0f},
-        {{.kind = MS_OPTIMIZER_LION,
-          .learning_rate = 0.01f,
-          .beta1 = 0.95f,
-          .beta2 = 0.98f,
-          .momentum = 0.9f,
-          .weight_decay = 0.1f},
-         0.5f},
-        {{.kind = MS_OPTIMIZER_NESTEROV, .learning_rate = 0.05f}, -1.0f},
-        {{.kind = MS_OPTIMIZER_NESTEROV,
-          .learning_rate = 0.01f,
-          .momentum = 0.7f,
-          .weight_decay = 0.1f},
-         0.3f},
-    };
+    static const struct {
+        ms_optimizer_kind kind;
+        float rate, beta1, beta2, epsilon, momentum, decay, own_decay;
+    } cases[] = {{MS_OPTIMIZER_ADAMW, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, -1.0f},
+                 {MS_OPTIMIZER_ADAMW, 0.01f, 0.8f, 0.95f, 1e-6f, 0.0f, 0.1f, 0.0f},
+                 {MS_OPTIMIZER_ADAMW, 0.003f, 0.9f, 0.99f, 1e-8f, 0.0f, 0.0f, 0.5f},
+                 {MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, -1.0f},
+                 {MS_OPTIMIZER_SGD, 0.05f, 0.0f, 0.0f, 0.0f, 0.9f, 0.1f, 0.3f},
+                 {MS_OPTIMIZER_LION, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, -1.0f},
+                 {MS_OPTIMIZER_LION, 0.01f, 0.95f, 0.98f, 0.0f, 0.9f, 0.1f, 0.5f},
+                 {MS_OPTIMIZER_NESTEROV, 0.05f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, -1.0f},
+                 {MS_OPTIMIZER_NESTEROV, 0.01f, 0.0f, 0.0f, 0.0f, 0.7f, 0.1f, 0.3f}};
     bool seen[MS_OPTIMIZER_NONE] = {false};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; ++i) {
-        check_optimizer(&cases[i]);
-        seen[cases[i].desc.kind] = true;
+        optimizer_case c;
+        memset(&c, 0, sizeof c);
+        c.desc.kind = cases[i].kind;
+        c.desc.learning_rate = cases[i].rate;
+        c.desc.beta1 = cases[i].beta1;
+        c.desc.beta2 = cases[i].beta2;
+        c.desc.epsilon = cases[i].epsilon;
+        c.desc.momentum = cases[i].momentum;
+        c.desc.weight_decay = cases[i].decay;
+        c.own_decay = cases[i].own_decay;
+        check_optimizer(&c);
+        seen[c.desc.kind] = true;
     }
     for (int kind = 0; kind <= MS_OPTIMIZER_NONE; ++kind) {
         assert_true(t_is_built_in(kind) == (kind < MS_OPTIMIZER_CUSTOM));

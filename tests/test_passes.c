@@ -1148,7 +1148,7 @@ static void trial_end(trial *t) {
    updated inside backward cannot be read. */
 static bool same(trial *t, const char *what, uint32_t value, ms_tensor plain, ms_tensor nested,
                  const void *reference) {
-    uint64_t a[RD_ELEMENTS], b[RD_ELEMENTS];
+    uint64_t a[RD_ELEMENTS] = {0}, b[RD_ELEMENTS] = {0};
     const rd_value *v = &t->graph->value[value];
     const uint64_t bytes = rd_bytes(v, t->plain->run.size);
     const ms_result of_plain = ms_read(t->plain->model, plain, a);

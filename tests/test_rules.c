@@ -1166,6 +1166,7 @@ static void gradients_are_scaled_for_own_optimizers_only(void **state) {
         z.m->config.mixed_dtype = f16 ? MS_DTYPE_F16 : MS_DTYPE_BF16;
         for (int kind = MS_OPTIMIZER_ADAMW; kind <= MS_OPTIMIZER_NONE; ++kind) {
             z.m->optimizers.groups.items[0].desc.kind = (ms_optimizer_kind)kind;
+            msi_analyze_kinds(z.m);
             for (int how = 0; how < 2; ++how) {
                 z.m->config.mixed_precision = how ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
                 const uint32_t allowed = msi_allowed(z.m, MS_MODE_AGGRESSIVE);
@@ -1237,7 +1238,7 @@ static void check_decisions(const ms_model *m) {
 
 static void decisions_of_random_graphs(void **state) {
     (void)state;
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(8, 150));
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(20, 150));
     uint32_t applied[2] = {0, 0}, rules = 0;
     bool met[MSI_RULE_COUNT];
     memset(met, 0, sizeof met);

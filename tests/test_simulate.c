@@ -578,7 +578,7 @@ static void the_library_has_its_price(void **state) {
     t_ok(chain.model, ms_wrap(chain.model));
     t_report(chain.model, &report);
     const double gradient = 0.256, sum_of_losses = 1.192, seed = 1.192, layers = 33.0 + 63.0;
-    const double zeros = 1.0 + gradient + 1.0 + sizeof(msi_norm) * 1e-3, norm = 1.0 + gradient;
+    const double zeros = 1.0 + gradient + 1.0 + sizeof(ms_norm) * 1e-3, norm = 1.0 + gradient;
     const double clip = 1.0, update = 1.0 + 3.0 * gradient; // SGD without momentum: 12 bytes
     near(report.last_micro_us, layers + sum_of_losses + seed + zeros + norm + clip + update);
     ms_destroy(chain.model);

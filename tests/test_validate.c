@@ -1205,7 +1205,7 @@ static ms_result optimizer_of_null(world *w) {
 }
 
 static ms_result optimizer_out_of_range(world *w) {
-    int beyond = MS_OPTIMIZER_NONE + 1;
+    int beyond = MS_OPTIMIZER_COUNT;
     ms_optimizer_desc desc = optimizer((ms_optimizer_kind)beyond);
     return optimize(w, &desc);
 }

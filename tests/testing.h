@@ -492,6 +492,12 @@ static inline int t_device_update(void *user, const ms_update_args *args) {
     return error != 0 ? error : of_cpu;
 }
 
+static inline int t_device_factor(void *user, const ms_factor_args *args) {
+    t_device *device = (t_device *)user;
+    const int error = t_device_fails(device);
+    return error != 0 ? error : device->cpu.factor(device->cpu.user, args);
+}
+
 static inline int t_device_gemm(void *user, float alpha, const ms_matrix *a, const ms_matrix *b,
                                 float beta, const ms_matrix *c) {
     t_device *device = (t_device *)user;
@@ -537,6 +543,7 @@ static inline ms_backend t_device_backend(t_device *device) {
     backend.loss = t_device_loss;
     backend.cast = t_device_cast;
     backend.update = t_device_update;
+    backend.factor = t_device_factor;
     backend.gemm = t_device_gemm;
     backend.hardware = t_device_hardware;
     return backend;

@@ -88,6 +88,7 @@ typedef enum v_kind {
     V_ADD_SQUARES,
     V_CLIP_SCALE,
     V_UPDATE,
+    V_FACTOR,
     V_GEMM
 } v_kind;
 
@@ -109,6 +110,7 @@ typedef struct v_work {
     uint32_t param, *nonfinite;
     ms_step_state *step;
     ms_update_args update;
+    ms_factor_args factors;
     float alpha, beta;
     ms_matrix a, b, c;
     uint8_t told[V_TOLD_BYTES];
@@ -150,6 +152,8 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
                                (ms_update_factors *)w->target, w->count);
     case V_UPDATE:
         return cpu->update(user, &w->update);
+    case V_FACTOR:
+        return cpu->factor(user, &w->factors);
     default:
         return cpu->gemm(user, w->alpha, &w->a, &w->b, w->beta, &w->c);
     }
@@ -320,6 +324,12 @@ static inline int v_clip_scale(void *state, ms_norm *norms, const float *limits,
 static inline int v_update(void *state, const ms_update_args *args) {
     v_work w = v_begin(V_UPDATE, NULL, NULL, 0);
     w.update = *args;
+    return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
+}
+
+static inline int v_factor(void *state, const ms_factor_args *args) {
+    v_work w = v_begin(V_FACTOR, NULL, NULL, 0);
+    w.factors = *args;
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
@@ -575,7 +585,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.name = "virtual";
     b.user = d;
     b.is_asynchronous = true;
-    b.has_state_formats = true;
+    b.has_state_formats = b.has_update_steps = true;
     b.memory_alloc = v_memory_alloc;
     b.memory_release = v_memory_release;
     b.hardware = v_hardware;
@@ -596,6 +606,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.add_squares = v_add_squares;
     b.clip_scale = v_clip_scale;
     b.update = v_update;
+    b.factor = v_factor;
     b.gemm = v_gemm;
     b.synchronize = v_synchronize;
     b.record = v_record;
