@@ -48,12 +48,10 @@
     MEMSCALE_NO_SYSTEM        MEMSCALE_NO_STDIO, and no threads, clock or questions to the system:
                               set ms_config.clock for slices, a budget, and max_host_bytes
     MEMSCALE_NO_PLANNER       for boards, with half of the code: ms_wrap takes a plan that was made
-                              elsewhere (ms_plan_load), ms_detach the plain one, and ms_reshape
-                              follows the plan for the largest sizes. No debug mode, no
-                              empirical_profiling; UNSUPPORTED: ms_verify, ms_find_nonfinite,
-                              ms_smallest_budget, ms_visit_decisions. With MEMSCALE_NO_STDIO too,
-                              errors have the text of ms_result_text alone, except about plans in
-                              files
+                              elsewhere (ms_plan_load), ms_detach the plain one, ms_reshape follows
+                              the one for the largest sizes. Neither ms_smallest_budget, debug mode,
+                              empirical_profiling nor a log; errors have the text of ms_result_text
+                              alone, except about plans in files
 
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
@@ -117,8 +115,7 @@
     docs/offloading.md has more.
 
     PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
-    another, where it is checked and needs no search, nor a library that can search
-    (MEMSCALE_NO_PLANNER).
+    another, whose library need not be able to search one (MEMSCALE_NO_PLANNER).
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -1904,25 +1901,21 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
-/* PLANS IN FILES. A plan that is made on one machine and used on another, or in another process: a wrap
-   that loads its plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in
-   force, for the largest sizes of the axes and for others that there are. ms_plan_load reads them, after
-   all registrations and ms_set_loss, for the next ms_wrap, whether that succeeds or not; later ones plan
-   as ever. The model then has the same programs, the same plan_hash and the same bits, in another build
-   too. What a step is predicted to take follows from its own hardware and profile.
-
-   A file has decisions and offsets, and is checked, not trusted: the programs are made from the decisions,
-   which must be possible and allowed here; no two values that live at one time may overlap; the budgets
-   must suffice. It is for one graph (names and callbacks apart), and for the outputs, frozen params,
-   forced techniques, loans, optimizer and accumulation_steps that it was saved with; for one dtype of
-   mixed precision and one way to copy, if it rounds or moves anything. Seed, rates, the log, the budget
-   and the device may differ. Copies are scheduled by the times of the machine that has saved it, so a plan
-   that moves something may be refused on a processor whose arithmetic differs in the last bit. Numbers
-   about the plain plan in the report (plain_bytes) are those of the file.
-   Errors: INVALID (no plan; another version; damaged; another graph; of ms_wrap: whatever else does not
-   fit, and what), BUDGET (of ms_wrap), ORDER (ms_plan_save before ms_wrap, or after something that asks
-   for another; in a callback), FILE (the sink or the source has failed), OUT_OF_MEMORY. After an error
-   the model is as before. */
+/* A plan that is made on one machine and used on another, or in another process: a wrap that loads its
+   plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in force, for the
+   largest sizes of the axes and for others that there are. ms_plan_load reads them, after all
+   registrations and ms_set_loss, for the next ms_wrap alone: it has the same programs, the same plan_hash
+   and the same bits. What a step is predicted to take follows from its own hardware and profile; what the
+   report says of the plain plan is from the file.
+   A file is checked, not trusted: what it decides must be possible and allowed here, no two values that
+   live at one time may overlap, the budgets must suffice. It is for one graph (names and callbacks apart),
+   and for the outputs, wanted gradients, frozen params, forced techniques, loans, optimizers and
+   accumulation_steps that it was saved with; for one dtype of mixed precision and one way to copy, if it
+   rounds or moves anything. Seed, rates, log, budget and device may differ. A plan that moves something may
+   be refused on a processor whose arithmetic differs in the last bit.
+   Errors: INVALID (no plan; another version; damaged; of ms_wrap: what else does not fit), BUDGET (of
+   ms_wrap), ORDER (ms_plan_save before ms_wrap, or after something that asks for another; in a callback),
+   FILE (the sink or the source has failed), OUT_OF_MEMORY. After an error the model is as before. */
 MEMSCALE_API_CHECKED ms_result ms_plan_save(ms_model *model, const ms_sink *sink);
 MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *source);
 
@@ -4782,19 +4775,17 @@ typedef struct msi_store {
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
    nothing else: plans with equal decisions are equal. The table has each field with what it may be at
    most, which a plan in a file is checked by: a field that is added here is saved and loaded too.
-     pass          of a value. 0: it is kept for backward. n: it is not; the n-th pass of
-                   recomputations brings it back to stay. Earlier passes may make it on the way to
-                   other values, and drop it again
-     update_after  of a param: the layer after whose backward it is updated; MSI_NONE: it is updated
-                   after the whole backward; MSI_AT_END: so too, although it could be updated inside
+     pass          of a value: the pass of recomputations, from 1, that brings it back to stay (earlier
+                   ones may make it on the way to others, and drop it); 0: it is kept for backward
+     update_after  of a param: the layer after whose backward it is updated; MSI_NONE: after the whole
+                   backward; MSI_AT_END: so too, although it could be updated inside
      parts         of a param: in how many parts what is moved comes to its update; 0: one
      splits        in parts even if nothing is moved: as a whole the update takes too long
      moves         what lies on the host: a mask of MSI_MOVES_VALUE and others
      state_8bit    of a param: its optimizer state is in codes of 8 bits
      format        of a value that a layer makes and of its gradient, or of a param
-     tiles         of the first output of a layer: in how many tiles the layer is computed, together
-                   with those before it back to the first of its group; 0: whole
-     begins_group  of the first output of a layer that is this first one
+     tiles         of the first output of a layer: in how many it is computed, together with those before
+                   it back to the first of its group, which begins_group; 0: whole
      room          of the plan, in the element after that of the last tensor: how much more may be live
                    than at the peak, in sixteenths of that, so that more copies can be under way */
 #define MSI_DECISION_FIELDS(X)                                                                     \
@@ -5382,8 +5373,8 @@ static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *fo
     return result;
 }
 
-/* Without a planner what only searches, checks or explains is not called. Errors have the text of their
-   result alone, except those that are raised by (msi_fail). */
+/* Without a planner what searches or checks is not called, and compilers leave it out. Errors have the
+   text of their result alone, except those by (msi_fail). */
 #ifdef MEMSCALE_NO_PLANNER
 enum { MSI_HAS_PLANNER = false };
 
@@ -5404,8 +5395,7 @@ static bool msi_debugs(const ms_model *m) {
 
 static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
     return (msi_fail)(m, MS_RESULT_UNSUPPORTED,
-                      "%s: this library is built without its planner (MEMSCALE_NO_PLANNER): load a "
-                      "plan with "
+                      "%s: there is no planner (MEMSCALE_NO_PLANNER): load a plan with "
                       "ms_plan_load, or take the plain one with ms_detach",
                       function);
 }
@@ -22947,13 +22937,13 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     }
     msi_file_flag(f, &f->moves);
     msi_file_flag(f, &f->rounds);
-#define MSI_X(what, number) msi_file_same(f, number, what);
-    MSI_MODEL_TERMS(MSI_X)
-#undef MSI_X
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
         msi_file_same(f, (uint64_t)m->graph.axes[a].largest, "largest size of an axis");
         msi_file_same(f, (uint64_t)m->graph.axes[a].eval_largest, "largest size of evals");
     }
+#define MSI_X(what, number) msi_file_same(f, number, what);
+    MSI_MODEL_TERMS(MSI_X)
+#undef MSI_X
     uint64_t hash;
 #define MSI_X(what, number)                                                                        \
     hash = 0;                                                                                      \
@@ -23015,34 +23005,27 @@ static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *larg
     return false;
 }
 
-/* The place of each block of a program, on the device or on the host. Returns their height; no two may
-   overlap. */
-static MSI_COLD uint64_t msi_file_offsets(msi_saved_plans *f, msi_block *blocks, uint32_t count) {
-    uint64_t height = 0, bound;
-    bool valid = true;
-    for (uint32_t k = 0; k < count; k++) {
-        msi_block *b = &blocks[k];
-        b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
-        height = msi_larger(height, b->offset + b->bytes);
-    }
-    if (!f->writes && msi_is_sound_file(f)) {
-        f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
-                                       &bound) != MS_RESULT_OK;
-    }
-    if (!valid) {
-        MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
-    }
-    return height;
-}
-
+/* The place of each block of a program, on the device and on the host. No two may overlap. */
 static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
-    const uint64_t height = msi_file_offsets(f, l->blocks.items, l->blocks.count);
-    const uint64_t on_host = msi_file_offsets(f, l->host_blocks.items, l->host_blocks.count);
-    if (!f->writes) {
-        l->height = height;
-        l->host_height = on_host;
-        l->is_done = l->is_placed = true;
+    for (int n = 0; n < 2; n++) {
+        msi_block *blocks = n ? l->host_blocks.items : l->blocks.items;
+        const uint32_t count = n ? l->host_blocks.count : l->blocks.count;
+        uint64_t *height = n ? &l->host_height : &l->height, bound;
+        bool valid = true;
+        for (uint32_t k = 0; k < count; k++) {
+            msi_block *b = &blocks[k];
+            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
+            *height = f->writes ? *height : msi_larger(k ? *height : 0, b->offset + b->bytes);
+        }
+        if (!f->writes && msi_is_sound_file(f)) {
+            f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
+                                           &bound) != MS_RESULT_OK;
+        }
+        if (!valid) {
+            MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
+        }
     }
+    l->is_done = l->is_placed = true;
 }
 
 /* The technique that a decision on a tensor uses although that is not possible or, by `may` and by force,

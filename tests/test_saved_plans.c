@@ -75,9 +75,9 @@ static void check_pair(const pair *p) {
     }
 }
 
-/* A step of one of both nets. Returns its loss. */
-static double step_one(pair *p, int k, uint64_t round) {
-    const uint32_t micros = p->g->accumulation > 1 ? p->g->accumulation : 1;
+/* A step of one of both nets, or an eval. Returns its loss. */
+static double run_one(pair *p, int k, uint64_t round, bool evals) {
+    const uint32_t micros = p->g->accumulation > 1 && !evals ? p->g->accumulation : 1;
     double loss = 0.0;
     for (uint32_t micro = 0; micro < micros; ++micro) {
         p->n[k]->run.micro = micro;
@@ -86,13 +86,26 @@ static double step_one(pair *p, int k, uint64_t round) {
             op->forwards = op->backwards = op->recomputes = 0;
         }
         assert_true(rd_net_write(p->n[k], round * 8 + micro, false));
-        const ms_result result = ms_step(p->n[k]->model, &loss);
+        const ms_result result =
+            evals ? ms_eval(p->n[k]->model, &loss) : ms_step(p->n[k]->model, &loss);
         check_pair(p);
         t_ok(p->n[k]->model, result);
         t_ok(p->n[k]->model, ms_synchronize(p->n[k]->model));
     }
-    p->n[k]->run.step += 1;
-    return loss;
+    p->n[k]->run.step += !evals;
+    return p->g->has_no_loss ? 0.0 : loss;
+}
+
+static double step_one(pair *p, int k, uint64_t round) {
+    return run_one(p, k, round, p->g->has_no_loss);
+}
+
+/* Evaluates at the largest sizes, which may be more than training has. */
+static double eval_largest(pair *p, int k) {
+    t_ok(p->n[k]->model, ms_reshape(p->n[k]->model, p->g->largest));
+    memcpy(p->n[k]->run.size, p->g->largest, sizeof p->g->largest);
+    assert_true(rd_net_write(p->n[k], 99, true));
+    return run_one(p, k, 99, true);
 }
 
 static void close_pair(pair *p) {
@@ -117,6 +130,12 @@ static ms_config begin_pair(pair *p, uint64_t seed, bool late, t_rng *rng) {
     p->g = rd_generate(seed);
     p->late = late;
     p->half = t_chance(rng, 0.3);
+    if (t_chance(rng, 0.1)) {
+        p->g->has_no_loss = p->g->value[p->g->loss].kept_in_eval = true;
+        for (uint32_t i = 0; i < p->g->value_count; ++i) {
+            p->g->value[i].wanted = false;
+        }
+    }
     config.mode = (ms_mode)t_below(rng, MS_MODE_COUNT);
     config.offloading = t_chance(rng, 0.5) ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     config.master_weights = t_chance(rng, 0.3) ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
@@ -305,7 +324,7 @@ static void step_both(pair *p, uint64_t round) {
     assert_memory_equal(&a, &b, sizeof a);
 }
 
-static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
+static void trip_dag(uint64_t seed, bool late, uint32_t *techniques, uint32_t *counts) {
     static pair p;
     t_rng rng = t_seed(seed ^ 0x51a5);
     char what[80];
@@ -323,6 +342,7 @@ static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
     if (p.g->axis_count > 0 && t_chance(&rng, 0.5)) { // plans for other sizes are saved too
         int64_t sizes[RD_AXIS_LIMIT] = {1, 1};
         t_ok(a, ms_reshape(a, sizes));
+        t_ok(a, ms_reshape(a, p.g->largest));
         t_ok(a, ms_reshape(a, p.g->size));
     }
     t_ok(a, save_plan(a, &file));
@@ -357,6 +377,15 @@ static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
         assert_true(fwrite(&o, sizeof o, 1, to) == 1 &&
                     fwrite(file.data, 1, file.bytes, to) == file.bytes && fclose(to) == 0);
     }
+    counts[0] += p.g->has_no_loss;
+    counts[1] += p.g->seen[RD_LARGER_EVALS];
+    counts[2] += p.g->seen[RD_KINDS_MIXED];
+    counts[3] += p.g->seen[RD_WANTED_ACTIVATION] && !p.g->has_no_loss;
+    if (p.g->axis_count > 0) {
+        const double of_a = eval_largest(&p, 0), of_b = eval_largest(&p, 1);
+        assert_memory_equal(&of_a, &of_b, sizeof of_a);
+        expect_same_values(a, b, true, what);
+    }
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         for (uint32_t t = 0; t < a->graph.tensors.count; ++t) {
             msi_tensor_decision d = a->wrapped.largest->decisions[t], without = d;
@@ -369,13 +398,16 @@ static void trip_dag(uint64_t seed, bool late, uint32_t *techniques) {
 
 static void a_loaded_plan_is_the_plan_that_was_saved(void **state) {
     (void)state;
-    uint32_t techniques = 0;
+    uint32_t techniques = 0, counts[4] = {0, 0, 0, 0};
     const uint64_t first = t_environment("MEMSCALE_TEST_SEED", 1);
     const uint64_t end = first + t_environment("MEMSCALE_TEST_DAGS", t_sweep(120, 3000));
     for (uint64_t seed = first; seed < end; ++seed) {
-        trip_dag(seed, seed % 3 == 0, &techniques);
+        trip_dag(seed, seed % 3 == 0, &techniques, counts);
     }
-    print_message("techniques: %x\n", (unsigned)techniques);
+    print_message("techniques: %x; %u without a loss, %u with larger evals, %u with optimizers of "
+                  "several kinds, %u with wanted gradients\n",
+                  (unsigned)techniques, (unsigned)counts[0], (unsigned)counts[1],
+                  (unsigned)counts[2], (unsigned)counts[3]);
 }
 
 /* The same in tiles, with budgets of all sizes. */
@@ -427,30 +459,73 @@ static void a_loaded_plan_has_the_same_tiles(void **state) {
 
 typedef struct setting {
     ms_config config;
-    bool frozen, forced, forbidden, borrowed, output, wider, clips, momentum, bf16_state;
-    uint32_t micros, layers;
-    int64_t rows, most_rows;
+    bool frozen, forced, forbidden, borrowed, output, wider, clips, skips, momentum, bf16_state;
+    bool grouped, own_norm, own_update, takes_formats, wanted, gradient_dtype, no_loss, table, home;
+    uint32_t micros, layers, workspace, states;
+    int64_t rows, most_rows, most_eval_rows;
 } setting;
 
 static float lent[64];
+
+static int update_nothing(const ms_update_args *args) {
+    (void)args;
+    return 0;
+}
+
+static uint64_t update_workspace(const ms_shape *shape, void *user) {
+    (void)shape;
+    return *(const uint32_t *)user;
+}
+
+/* The optimizer of a setting. */
+static ms_optimizer_desc optimizer_of(const setting *s) {
+    ms_optimizer_desc o = ms_optimizer_defaults(s->own_update ? MS_OPTIMIZER_CUSTOM
+                                                : s->momentum ? MS_OPTIMIZER_SGD
+                                                              : MS_OPTIMIZER_ADAMW);
+    o.momentum = s->momentum ? 0.5f : 0.0f;
+    o.grad_clip_norm = s->clips ? 1.0f : 0.0f;
+    o.skip_above_norm = s->skips ? 100.0f : 0.0f;
+    o.state_format[0] = s->bf16_state ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
+    if (s->own_update) {
+        o.update = update_nothing;
+        o.state_count = s->states;
+        o.takes_formats = s->takes_formats;
+        o.user = (void *)(size_t)&s->workspace;
+        o.workspace = s->workspace > 0 ? update_workspace : NULL;
+    }
+    return o;
+}
 
 /* Layers of a product, each with a weight; forced and so on is what belongs to the second one. */
 static ms_model *make_chain(const setting *s) {
     static t_op op;
     ms_model *m;
-    ms_optimizer_desc o =
-        ms_optimizer_defaults(s->momentum ? MS_OPTIMIZER_SGD : MS_OPTIMIZER_ADAMW);
+    const ms_optimizer_desc o = optimizer_of(s);
     t_ok(NULL, ms_create(&s->config, &m));
     const ms_axis batch = ms_add_axis(m, "batch", s->rows, s->most_rows);
+    if (s->most_eval_rows > 0) {
+        ms_set_eval_largest(m, batch, s->most_eval_rows);
+    }
     ms_tensor x = ms_input(m, "x", MS_DTYPE_F32, ms_along(ms_shape2(s->rows, 8), 0, batch));
+    ms_tensor table = {0};
+    if (s->table) {
+        table = ms_buffer(m, "table", MS_DTYPE_F32, ms_shape2(8, 8));
+    }
+    if (s->home) {
+        ms_set_tensor_technique(m, table, MS_TECHNIQUE_OFFLOADING, MS_SWITCH_ON);
+    }
     for (uint32_t i = 0; i < s->layers; ++i) {
         const int64_t columns = s->wider && i + 2 == s->layers ? 16 : 8;
         const int64_t before = s->wider && i + 1 == s->layers ? 16 : 8;
         ms_layer_desc d = t_new_layer("product", t_matmul_forward, t_matmul_backward, &op);
         d.in[0] = x;
         d.param[0] = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(before, columns));
+        d.in[1] = table;
         d.out[0] = x =
             ms_activation(m, "y", MS_DTYPE_F32, ms_along(ms_shape2(s->rows, columns), 0, batch));
+        if (i == 1 && s->gradient_dtype) {
+            ms_set_gradient_dtype(m, x, MS_DTYPE_BF16);
+        }
         d.backward_reads.in = d.backward_reads.param = 1;
         const ms_layer layer = ms_register_layer(m, &d);
         if (i == 1) {
@@ -465,13 +540,22 @@ static ms_model *make_chain(const setting *s) {
             if (s->output) {
                 ms_add_output(m, x);
             }
+            if (s->wanted) {
+                ms_want_gradient(m, x);
+            }
+            if (s->grouped || s->own_norm) {
+                ms_optimizer_desc apart = o;
+                apart.kind = s->grouped ? MS_OPTIMIZER_LION : o.kind;
+                apart.grad_clip_norm = s->own_norm ? 2.0f : o.grad_clip_norm;
+                ms_set_param_group(m, d.param[0], ms_optimizer_group(m, &apart));
+            }
         }
     }
-    ms_set_loss(m, x);
+    if (!s->no_loss) {
+        ms_set_loss(m, x);
+    }
+    ms_add_eval_output(m, x);
     ms_set_accumulation(m, s->micros);
-    o.momentum = s->momentum ? 0.5f : 0.0f;
-    o.grad_clip_norm = s->clips ? 1.0f : 0.0f;
-    o.state_format[0] = s->bf16_state ? MS_STATE_FORMAT_BF16 : MS_STATE_FORMAT_F32;
     ms_set_optimizer(m, &o);
     return m;
 }
@@ -532,13 +616,21 @@ static void a_plan_is_for_one_graph_and_one_config(void **state) {
     expect_loaded(other, budget, MS_RESULT_OK, "")
     WITH(layers = 9, "another graph");
     WITH(wider = true, "another graph");
-    WITH(most_rows = 48, "another graph");
+    WITH(most_rows = 48, "another largest size of an axis");
     WITH(frozen = true, "another set of frozen params");
     WITH(forced = true, "another set of forced");
     WITH(forbidden = true, "another set of forced");
     WITH(borrowed = true, "another set of borrowed");
     WITH(output = true, "another set of outputs");
     WITH(clips = true, "another clipping");
+    WITH(skips = true, "another clipping");
+    WITH(own_norm = true, "another clipping");
+    WITH(wanted = true, "another set of gradients");
+    WITH(gradient_dtype = true, "another set of gradients");
+    WITH(no_loss = true, "another graph");
+    WITH(most_eval_rows = 64, "another largest size of evals");
+    WITH(grouped = true, "another optimizer");
+    WITH(own_update = true, "another optimizer");
     WITH(momentum = true, "another optimizer");
     WITH(bf16_state = true, "another optimizer");
     WITH(micros = 2, "another accumulation_steps");
@@ -551,6 +643,46 @@ static void a_plan_is_for_one_graph_and_one_config(void **state) {
     ALSO(config.debug = true);
     ALSO(config.mode = MS_MODE_CONSERVATIVE);
     ALSO(rows = 8); // planned for, at this size
+}
+
+/* Likewise of updates of the trainer's own, of norms, and of models and sizes that are only evaluated. */
+static void a_plan_is_for_one_optimizer_and_one_kind_of_evals(void **state) {
+    (void)state;
+    setting s = plain_setting(), other;
+    s.own_update = true;
+    s.states = 1;
+    s.workspace = 64;
+    uint64_t budget = save_chain(&s);
+    expect_loaded(s, budget, MS_RESULT_OK, "");
+    WITH(states = 2, "another optimizer");
+    WITH(workspace = 0, "another optimizer");
+    WITH(workspace = 128, "another optimizer");
+    WITH(takes_formats = true, "another optimizer");
+    s = plain_setting();
+    s.clips = true;
+    budget = save_chain(&s);
+    expect_loaded(s, budget, MS_RESULT_OK, "");
+    WITH(own_norm = true, "another optimizer");
+    ALSO(skips = true);
+    s = plain_setting();
+    s.most_eval_rows = 64;
+    budget = save_chain(&s);
+    expect_loaded(s, budget, MS_RESULT_OK, "");
+    WITH(most_eval_rows = 80, "another largest size of evals");
+    WITH(most_eval_rows = 0, "another largest size of evals");
+    ALSO(rows = 8);
+    s = plain_setting();
+    s.table = true; // which all layers read, and which may have its home on the host
+    budget = save_chain(&s);
+    expect_loaded(s, budget, MS_RESULT_OK, "");
+    WITH(table = false, "another graph");
+    WITH(home = true, "another set of forced");
+    s = plain_setting();
+    s.no_loss = true;
+    budget = save_chain(&s);
+    expect_loaded(s, budget, MS_RESULT_OK, "");
+    WITH(no_loss = false, "another graph");
+    ALSO(rows = 8);
 }
 
 /* Copies are where the times of the file put them, whatever times the model has now; what a step is
@@ -697,8 +829,7 @@ static void every_allocation_may_fail(void **state) {
 
 /* Makes the checksum right. */
 static void mend(t_file *f) {
-    uint64_t sum =
-        msi_hash_bytes(0, f->data, f->bytes - MSI_PLAN_SUM_BYTES) | (uint64_t)1 << 63;
+    uint64_t sum = msi_hash_bytes(0, f->data, f->bytes - MSI_PLAN_SUM_BYTES) | (uint64_t)1 << 63;
     for (int k = 0; k < MSI_PLAN_SUM_BYTES; ++k, sum >>= 7) {
         f->data[f->bytes - MSI_PLAN_SUM_BYTES + (size_t)k] =
             (uint8_t)((sum & 127) | (k + 1 < MSI_PLAN_SUM_BYTES ? 128u : 0u));
@@ -746,11 +877,18 @@ static void a_file_that_was_made_up_is_refused_or_right(void **state) {
         ms_model *a = p.n[0]->model, *b = p.n[1]->model;
         ms_set_budget(a, budget_of(a, 1));
         t_ok(a, ms_wrap(a));
+        if (p.g->axis_count > 0) {
+            const int64_t sizes[RD_AXIS_LIMIT] = {1, 1};
+            t_ok(a, ms_reshape(a, sizes));
+            t_ok(a, ms_reshape(a, p.g->largest));
+            t_ok(a, ms_reshape(a, p.g->size));
+        }
         t_ok(a, save_plan(a, &file));
         for (uint64_t k = 0; k < tries; ++k) {
             made = file;
             for (uint32_t changes = 1 + t_below(&rng, 3); changes > 0; --changes) {
-                const size_t at = 60 + t_below(&rng, (uint32_t)(made.bytes - 70));
+                const size_t first = t_chance(&rng, 0.3) ? 60 : made.bytes / 2;
+                const size_t at = first + t_below(&rng, (uint32_t)(made.bytes - 10 - first));
                 made.data[at] =
                     (uint8_t)(t_chance(&rng, 0.5) ? made.data[at] ^ 1u << t_below(&rng, 7)
                                                   : t_below(&rng, 256));
@@ -782,6 +920,7 @@ int main(void) {
         cmocka_unit_test(a_loaded_plan_is_the_plan_that_was_saved),
         cmocka_unit_test(a_loaded_plan_has_the_same_tiles),
         cmocka_unit_test(a_plan_is_for_one_graph_and_one_config),
+        cmocka_unit_test(a_plan_is_for_one_optimizer_and_one_kind_of_evals),
         cmocka_unit_test(other_times_are_other_predictions_of_the_same_programs),
         cmocka_unit_test(a_loaded_plan_is_followed_by_others),
         cmocka_unit_test(every_allocation_may_fail),
