@@ -11306,7 +11306,7 @@ static void msi_get_hardware(ms_model *m) {
     m->costs.has_links = m->costs.has_copies || msi_enqueues_copies(&m->config.backend);
     m->costs.maps_host = m->config.backend.maps_host || (m->config.dry_run && m->sources.is_given &&
                                                          h->kind == MS_DEVICE_DISCRETE);
-    m->costs.waits_for_copies = msi_debugs(m) || m->config.async_offload == MS_SWITCH_OFF;
+    m->costs.waits_for_copies = m->config.debug || m->config.async_offload == MS_SWITCH_OFF;
     m->costs.copies_ahead = MSI_MOST_EVENTS - 1;
     if (m->config.prefetch_depth > 0 && m->config.prefetch_depth < m->costs.copies_ahead) {
         m->costs.copies_ahead = m->config.prefetch_depth;
@@ -29707,7 +29707,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     const msi_pair pair = msi_pair_of(m, p, i, 0);
     const uint32_t event = m->run.store->event_count + i->event;
     ms_result result = msi_wait_on_device(m, event);
-    if (msi_is_shown(m->run.store, &pair) || msi_debugs(m)) {
+    if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
         MSI_THEN(result, msi_wait_on_host(m, event));
     }
     return result;
@@ -29716,7 +29716,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
 /* Whether memory without live ranges is poisoned for AddressSanitizer. Debug mode copies all of it. */
 static bool msi_watches_memory(const ms_model *m) {
 #ifdef MSI_ASAN
-    return msi_is_direct(m) && !msi_debugs(m);
+    return msi_is_direct(m) && !m->config.debug;
 #else
     (void)m;
     return false;
@@ -29988,7 +29988,7 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
     const bool asynchronous = m->config.backend.is_asynchronous;
     if (i->op == MSI_OP_WAIT && msi_enqueues_copies(&m->config.backend)) {
         const msi_pair pair = msi_pair_of(m, p, i, 0);
-        return !asynchronous || msi_debugs(m) || msi_is_shown(m->run.store, &pair)
+        return !asynchronous || m->config.debug || msi_is_shown(m->run.store, &pair)
                    ? m->run.store->event_count + i->event
                    : MSI_NONE;
     }
@@ -32846,8 +32846,8 @@ static MSI_COLD ms_result msi_scan_operand(msi_verification *v, ms_nonfinite *n,
         const uint64_t part = msi_smaller(bytes - done, MSI_PIECE_BYTES);
         const uint64_t size = ms_dtype_bytes(dtype);
         result = msi_copy(m, piece, true, from + done, on_host, part);
-        MSI_DO(result,
-               msi_scan_piece(n, piece, dtype, part / size, (first + done) / size, msi_debugs(m)));
+        MSI_DO(result, msi_scan_piece(n, piece, dtype, part / size, (first + done) / size,
+                                      m->config.debug));
     }
     return result;
 }
