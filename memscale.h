@@ -5092,11 +5092,6 @@ typedef struct msi_optimizers {
     bool undoes_scale; // analysis: all of their updates undo a loss scale
 } msi_optimizers;
 
-/* A text that a function returns. */
-typedef struct msi_words {
-    char text[512];
-} msi_words;
-
 /* A file of plans that is written or read. What is wrong is sticky: after that all numbers are 0. */
 typedef struct msi_saved_plans {
     ms_model *model;       // NULL: there is none
@@ -5105,7 +5100,7 @@ typedef struct msi_saved_plans {
     bool moves, rounds;    // some plan moves something to the host, or rounds a value
     MSI_LIST(uint8_t) bytes;
     uint64_t at;     // of what is still to be read
-    msi_words fault; // what is wrong; empty: nothing is
+    char fault[512]; // what is wrong; empty: nothing is
     uint32_t plan_count;
     bool has_links;         // as in msi_costs: one of the times below
     MSI_LIST(double) times; // of the file; while these are in force, those of the model
@@ -5476,6 +5471,11 @@ static MSI_COLD ms_result msi_fail_again(ms_model *m, ms_result result, const ch
 
 // ------------------------------------------------------------------------------------------------
 // >>text  for the log and the listings: sizes, times and names as text, sums of decisions
+
+/* A text that a function returns. */
+typedef struct msi_words {
+    char text[512];
+} msi_words;
 
 MEMSCALE_PRINTF(1, 2)
 static MSI_NOINLINE msi_words msi_words_of(const char *format, ...) {
@@ -22802,6 +22802,19 @@ enum {
     MSI_LAYER_TIMES = 8                                 // and more for each layer
 };
 
+/* Of how a param is updated, what plans depend on. */
+static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+    uint64_t hash = msi_mix_in(m->optimizers.groups.items[t->group].norm, (uint64_t)o->kind);
+    hash = msi_mix_in(msi_mix_in(hash, t->scratch_bytes), o->takes_formats);
+    for (uint32_t k = 0; k < msi_state_count(&m->optimizers, t); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        hash = msi_mix_in(hash, msi_elements_of(&m->optimizers, t, role));
+        hash = msi_mix_in(hash, (uint64_t)msi_format_of(&m->optimizers, t, role, false));
+    }
+    return msi_learns(t) ? hash : 0;
+}
+
 /* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
    a number for the model. Plans that round nothing, or move nothing, do not depend on how that is done. */
 #define MSI_TENSOR_TERMS(X)                                                                        \
@@ -22831,26 +22844,14 @@ enum {
                      m->costs.tf32 * 2u + (m->config.static_profiling == MS_SWITCH_OFF)            \
                : UINT64_MAX)
 
-/* Of how a param is updated, what plans depend on. */
-static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
-    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
-    uint64_t hash = msi_mix_in(m->optimizers.groups.items[t->group].norm, (uint64_t)o->kind);
-    hash = msi_mix_in(msi_mix_in(hash, t->scratch_bytes), o->takes_formats);
-    for (uint32_t k = 0; k < msi_state_count(&m->optimizers, t); k++) {
-        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
-        hash = msi_mix_in(hash, msi_elements_of(&m->optimizers, t, role));
-        hash = msi_mix_in(hash, (uint64_t)msi_format_of(&m->optimizers, t, role, false));
-    }
-    return msi_learns(t) ? hash : 0;
-}
-
 static bool msi_is_sound_file(const msi_saved_plans *f) {
-    return !f->is_short && !f->fault.text[0];
+    return !f->is_short && !f->fault[0];
 }
 
 /* Notes what is wrong, unless something was before. */
 #define MSI_REFUSE_PLAN(f, ...)                                                                    \
-    (msi_is_sound_file(f) ? (void)((f)->fault = msi_words_of(__VA_ARGS__)) : (void)0)
+    (msi_is_sound_file(f) ? (void)msi_write_text((f)->fault, sizeof(f)->fault, __VA_ARGS__)        \
+                          : (void)0)
 
 /* Writes a number, or reads one that is at most `most`. Returns it. */
 static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
@@ -23164,15 +23165,16 @@ static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
 }
 
 /* Of both programs of a plan, wherever its residents are. */
-static MSI_COLD uint64_t msi_hash_programs(const msi_store *store, const msi_plan *plan) {
-    const uint32_t residents = store->residents.count;
-    return msi_hash_program(msi_hash_program(0, &plan->train, residents), &plan->eval, residents);
+static MSI_COLD uint64_t msi_hash_programs(uint64_t hash, const msi_store *store,
+                                           const msi_plan *plan) {
+    hash = msi_hash_program(hash, &plan->train, store->residents.count);
+    return msi_hash_program(hash, &plan->eval, store->residents.count);
 }
 
 /* The programs of a plan must be those that were saved, and fit where those of the first plan do. */
 static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
                                        const msi_plan *plan) {
-    msi_file_same(f, msi_hash_programs(store, plan),
+    msi_file_same(f, msi_hash_programs(0, store, plan),
                   "program: another version of the library has saved it, or another processor, "
                   "whose arithmetic differs");
     if (plan->arena_bytes > store->resident_bytes + store->transient_bytes ||
@@ -23251,7 +23253,7 @@ static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *f
                : (msi_fail)(f->model, MS_RESULT_INVALID,
                             "%s: the plan does not fit: %s: save one of a model that is made and "
                             "configured like this one",
-                            function, f->fault.text);
+                            function, f->fault);
 }
 
 static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
@@ -34862,7 +34864,7 @@ static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *p
         hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
         hash = msi_mix_in(msi_mix_in(hash, resident->bytes), resident->offset);
     }
-    return msi_mix_in(hash, msi_hash_programs(store, plan));
+    return msi_hash_programs(hash, store, plan);
 }
 
 /* A walk through a program: what is live at each instruction, and when that runs. */
