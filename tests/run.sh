@@ -369,7 +369,7 @@ check_cold() {
     object=$(implementation -O2) || return 1
     objdump -t "$object" | awk '$4 == ".text.unlikely" && $NF !~ /\./ { print $NF }' | sort > $checks/cold
     awk '/^\/\/ >>/ { tag = $2 (($2 == ">>backend" || $2 == ">>cuda") ? $3 : "") }
-        /^(static|MSI_HD|MSI_WIDE) .*\(/ && tag ~ /^>>(tiles|emit|operands|homes|recompute|updates|lower|alias|cost|schedule|layout|fit|simulate|score|search|moves|greedy|lists|chain|exhaustive|grouping|solve|order|call|execute|optimizer|wide)$/ && !/MSI_COLD/ {
+        /^(static|MSI_HD|MSI_WIDE) .*\(/ && tag ~ /^>>(tiles|emit|operands|homes|recompute|updates|lower|alias|cost|schedule|layout|fit|simulate|score|moves|greedy|lists|chain|exhaustive|grouping|solve|order|call|execute|optimizer|wide)$/ && !/MSI_COLD/ {
             sub(/\(.*/, ""); sub(/.*[ *]/, ""); print }' memscale.h | sort > $checks/warm
     [ -s $checks/cold ] && [ -s $checks/warm ] && ! comm -12 $checks/cold $checks/warm | grep .
 }
