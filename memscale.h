@@ -22886,10 +22886,6 @@ static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const ch
     }
 }
 
-static MSI_COLD void msi_file_flag(msi_saved_plans *f, bool *flag) {
-    *flag = msi_file_number(f, *flag, 1) != 0;
-}
-
 static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time, bool may_be_zero) {
     const uint64_t bits = msi_file_number(f, msi_bits_of_f64(*time), UINT64_MAX);
     memcpy(time, &bits, sizeof *time);
@@ -22936,8 +22932,8 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
         const msi_choice choice = {mode, MS_DECISION_SOURCE_POLICY, msi_allowed(m, mode)};
         m->wrapped.choice = choice;
     }
-    msi_file_flag(f, &f->moves);
-    msi_file_flag(f, &f->rounds);
+    f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
         msi_file_same(f, (uint64_t)m->graph.axes[a].largest, "largest size of an axis");
         msi_file_same(f, (uint64_t)m->graph.axes[a].eval_largest, "largest size of evals");
@@ -22962,7 +22958,7 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
         msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
     }
     if (f->moves) {
-        msi_file_flag(f, &f->has_links);
+        f->has_links = msi_file_number(f, f->has_links, 1) != 0;
     }
     f->plan_count = 1 + (uint32_t)msi_file_number(f, f->plan_count - 1, MSI_MAX_PLANS - 1);
 }
