@@ -221,6 +221,10 @@ static bool trip_without_planner(uint64_t seed, bool late) {
         memcpy(p.n[1]->run.size, sizes, sizeof sizes);
         assert_true(rd_net_write(p.n[1], 99, true));
         (void)step_one(&p, 1, STEPS + 1);
+        (void)eval_largest(&p, 1);
+        t_ok(m, ms_reshape(m, sizes));
+        memcpy(p.n[1]->run.size, sizes, sizeof sizes);
+        assert_true(rd_net_write(p.n[1], 100, true));
     }
     t_ok(m, ms_detach(m));
     (void)step_one(&p, 1, STEPS + 2);
