@@ -747,6 +747,9 @@ typedef struct ms_update_args {
     uint64_t seed;  // of the param, for random bits, along with that of state_of_step
     ms_dtype value_dtype, gradient_dtype;
     float *master; // NULL: there is none
+    /* Of a step: elements whose gradient is not below 2^64 in magnitude stay as they are, or become 0
+       if the step does not read them, even if all is F32. */
+    bool is_guarded;
     /* For the trainer's own callback. shape: of the param. call: to give to ms_gemm and ms_cast; it has
        the stream, the step, and scratch memory of as many bytes as ms_optimizer_desc.workspace says. */
     ms_shape shape;
@@ -1049,7 +1052,8 @@ typedef struct ms_config {
     /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
-    bool tf32; // ms_gemm may round F32 inputs to TF32, where that is faster
+    bool
+        tf32; // ms_gemm, and products in updates, may round F32 inputs to TF32, where that is faster
     /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
        STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
        ms_step then gets its loss at the end of the step. Refused with debug, MS_OPTIMIZER_CUSTOM,
@@ -3724,9 +3728,9 @@ MSI_HD void msi_store_at_random(void *data, ms_dtype dtype, uint64_t i, float x,
 #undef MSI_X
 }
 
-/* Whether anything of an update is not F32. */
+/* Whether anything of an update is not F32, or it leaves out elements for another reason. */
 MSI_HD bool msi_has_formats(const ms_update_args *args) {
-    return args->state_format[0] != MS_STATE_FORMAT_F32 ||
+    return args->is_guarded || args->state_format[0] != MS_STATE_FORMAT_F32 ||
            args->state_format[1] != MS_STATE_FORMAT_F32 || args->value_dtype != MS_DTYPE_F32 ||
            args->gradient_dtype != MS_DTYPE_F32;
 }
@@ -10130,6 +10134,8 @@ static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, b
            : !custom && desc->state_count != 0 ? "only MS_OPTIMIZER_CUSTOM takes a state_count"
            : !custom && (desc->workspace || desc->takes_formats || desc->unsigned_state)
                ? "only MS_OPTIMIZER_CUSTOM takes a workspace, takes_formats and unsigned_state"
+           : desc->unsigned_state >> (desc->state_count < 2 ? desc->state_count : 2)
+               ? "unsigned_state names a tensor of state that there is not, or has no codes"
            : desc->kind == MS_OPTIMIZER_NONE && desc->grad_clip_norm != 0.0f
                ? "MS_OPTIMIZER_NONE updates nothing, so there is nothing to clip"
            : of_group && desc->skip_above_norm != 0.0f
@@ -26135,6 +26141,7 @@ typedef struct msi_matrix_update {
     float *x, *y, *a, *b, *ones, *mean, *factor;
     double *sums;
     uint32_t *nonfinite;
+    bool is_guarded; // all of its steps are
     ms_result result;
 } msi_matrix_update;
 
@@ -26157,6 +26164,7 @@ static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *arg
     u.mean = (float *)(void *)(u.sums + 2);
     u.factor = u.mean + 1;
     u.nonfinite = (uint32_t *)(void *)(u.mean + 2);
+    u.is_guarded = msi_has_formats(args);
     return u;
 }
 
@@ -26170,6 +26178,7 @@ static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float 
     args.value = value;
     args.value_dtype = MS_DTYPE_F32;
     args.master = NULL;
+    args.is_guarded = u->is_guarded;
     args.gradient = (float *)(uintptr_t)gradient;
     args.gradient_dtype = dtype;
     args.gradient_scale = scale;
@@ -26183,6 +26192,7 @@ static void msi_step_floats(msi_matrix_update *u, ms_optimizer_kind step, float 
 static void msi_apply_matrix(msi_matrix_update *u, const float *scale) {
     ms_update_args args = *u->args;
     args.kind = MS_UPDATE_APPLY;
+    args.is_guarded = u->is_guarded;
     args.gradient = u->x;
     args.gradient_dtype = MS_DTYPE_F32;
     args.gradient_scale = scale;
@@ -26260,6 +26270,7 @@ static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
     momentum.value = u.x;
     momentum.value_dtype = MS_DTYPE_F32;
     momentum.master = NULL;
+    momentum.is_guarded = u.is_guarded;
     msi_clear_sums(&u);
     MSI_THEN(u.result, msi_device(m, m->config.backend.update(m->device, &momentum), "update"));
     msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);

@@ -109,7 +109,8 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
         {"--optimizer", "NAME", OPTION_TEXT, &o->optimizer,
-         "adamw, or lion, with a third of the rate and three times the decay"},
+         "adamw; lion, at a third of the rate; adafactor, at ten times the rate; muon for the\n"
+         "matrices of the blocks, and adamw for the rest"},
         {"--state", "NAME", OPTION_TEXT, &o->state,
          "moments of the optimizer: f32, bf16, 8bit where rules allow that, or 8bit-all, of\n"
          "embedding tables too. By default f32, and 8 bits where mode AGGRESSIVE gains by them"},

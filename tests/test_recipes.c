@@ -129,6 +129,39 @@ static ms_result scheduled_step(ms_model *of, const schedule *s, double *loss_of
 }
 
 // ------------------------------------------------------------------------------------------------
+// rates of groups
+
+/* Params whose rate follows a schedule of their own. */
+typedef struct scheduled_group {
+    ms_param_group group;
+    schedule rates;
+} scheduled_group;
+
+/* Before ms_wrap. */
+static void add_group(ms_model *to, scheduled_group *g, const ms_optimizer_desc *optimizer,
+                      const ms_tensor *params, int count) {
+    g->group = ms_optimizer_group(to, optimizer);
+    for (int i = 0; i < count; ++i) {
+        ms_set_param_group(to, params[i], g->group);
+    }
+}
+
+/* Params in no group follow `rest`. */
+static ms_result grouped_step(ms_model *of, const schedule *rest, const scheduled_group *groups,
+                              int count, double *loss_of) {
+    ms_memory_report report;
+    const ms_result result = ms_report(of, &report);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    for (int i = 0; i < count; ++i) {
+        const float rate = rate_at(&groups[i].rates, report.step_count);
+        ms_set_group_learning_rate(of, groups[i].group, rate);
+    }
+    return scheduled_step(of, rest, loss_of);
+}
+
+// ------------------------------------------------------------------------------------------------
 // averaged weights
 
 enum { MOST_PARAMS = 16 };
@@ -175,10 +208,8 @@ static ms_result averages_follow(averages *a, ms_model *of, float decay) {
     return result;
 }
 
-/* Before ms_wrap of a model of the same net, that is only to evaluate: its params are the averages. */
+/* Before ms_wrap of a model of the same net without a loss: its params are the averages. */
 static void averages_lend(const averages *a, ms_model *to, const ms_tensor *params) {
-    const ms_optimizer_desc no_state = ms_optimizer_defaults(MS_OPTIMIZER_SGD);
-    ms_set_optimizer(to, &no_state);
     for (int i = 0; i < a->count; ++i) {
         (void)ms_borrow(to, params[i], a->average[i]); /* an error sticks, and ms_wrap returns it */
     }
@@ -187,6 +218,231 @@ static void averages_lend(const averages *a, ms_model *to, const ms_tensor *para
 static void averages_end(averages *a) {
     free(a->block);
     free(a->scratch);
+}
+
+// ------------------------------------------------------------------------------------------------
+// distillation
+
+/* log(sum of exp(logits / T)): logits / T less this are the logs of a softmax. */
+static float log_sum(const float *logits, int64_t count, float T) {
+    float largest = logits[0], sum = 0.0f;
+    for (int64_t c = 1; c < count; ++c) {
+        largest = logits[c] > largest ? logits[c] : largest;
+    }
+    for (int64_t c = 0; c < count; ++c) {
+        sum += expf((logits[c] - largest) / T);
+    }
+    return largest / T + logf(sum);
+}
+
+/* out (rows, 1) = T^2 times the divergence (Kullback and Leibler) of softmax(in[0] / T), the
+   student's, from softmax(in[1] / T), the teacher's: logits (rows, classes); T: user */
+static int soft_forward(const ms_call *call) {
+    const float T = *(const float *)call->user;
+    const int64_t cols = call->in[0].shape.dim[1];
+    for (int64_t r = 0; r < call->in[0].shape.dim[0]; ++r) {
+        const float *student = (const float *)call->in[0].data + r * cols;
+        const float *teacher = (const float *)call->in[1].data + r * cols;
+        const float of_student = log_sum(student, cols, T), of_teacher = log_sum(teacher, cols, T);
+        float sum = 0.0f;
+        for (int64_t c = 0; c < cols; ++c) {
+            const float log_p = teacher[c] / T - of_teacher;
+            sum += expf(log_p) * (log_p - (student[c] / T - of_student));
+        }
+        ((float *)call->out[0].data)[r] = T * T * sum;
+    }
+    return 0;
+}
+
+static int soft_backward(const ms_call *call) {
+    const ms_view *grad_in = &call->grad_in[0];
+    const float T = *(const float *)call->user;
+    const int64_t cols = grad_in->shape.dim[1];
+    for (int64_t r = 0; grad_in->data && r < grad_in->shape.dim[0]; ++r) {
+        const float *student = (const float *)call->in[0].data + r * cols;
+        const float *teacher = (const float *)call->in[1].data + r * cols;
+        const float of_student = log_sum(student, cols, T), of_teacher = log_sum(teacher, cols, T);
+        float *to = (float *)grad_in->data + r * cols;
+        for (int64_t c = 0; c < cols; ++c) {
+            const float excess =
+                expf(student[c] / T - of_student) - expf(teacher[c] / T - of_teacher);
+            const float slope = T * excess * ((const float *)call->grad_out[0].data)[r];
+            to[c] = slope + (grad_in->beta == 0.0f ? 0.0f : to[c]);
+        }
+    }
+    return 0;
+}
+
+static ms_tensor add_soft_error(ms_model *to, ms_tensor student, ms_tensor teacher, float *T) {
+    ms_layer_desc d = {0};
+    d.name = "soft error", d.user = T, d.forward = soft_forward, d.backward = soft_backward;
+    d.in[0] = student, d.in[1] = teacher;
+    d.out[0] = ms_activation(to, "errors", MS_DTYPE_F32,
+                             ms_shape2(ms_tensor_shape(to, student).dim[0], 1));
+    d.backward_reads.in = 3;
+    ms_register_layer(to, &d);
+    return d.out[0];
+}
+
+typedef struct distillation {
+    ms_model *teacher, *student;
+    ms_tensor teacher_in, teacher_logits; // the latter by ms_add_eval_output
+    ms_tensor in, soft_targets;           // inputs of the student
+    float *logits;                        // of one batch: memory of the trainer
+} distillation;
+
+static ms_result distil(distillation *d, const float *in, double *loss_of) {
+    ms_result result = ms_write(d->teacher, d->teacher_in, in);
+    result = result == MS_RESULT_OK ? ms_eval(d->teacher, NULL) : result;
+    result = result == MS_RESULT_OK ? ms_read(d->teacher, d->teacher_logits, d->logits) : result;
+    result = result == MS_RESULT_OK ? ms_write(d->student, d->soft_targets, d->logits) : result;
+    result = result == MS_RESULT_OK ? ms_write(d->student, d->in, in) : result;
+    return result == MS_RESULT_OK ? ms_step(d->student, loss_of) : result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// a target net
+
+/* out (rows) = (value of the action taken - wanted)^2; in: values (rows, actions), taken (rows),
+   wanted (rows) */
+static int taken_forward(const ms_call *call) {
+    const float *values = (const float *)call->in[0].data,
+                *wanted = (const float *)call->in[2].data;
+    const int32_t *taken = (const int32_t *)call->in[1].data;
+    const int64_t cols = call->in[0].shape.dim[1];
+    for (int64_t r = 0; r < call->in[0].shape.dim[0]; ++r) {
+        const float error = values[r * cols + taken[r]] - wanted[r];
+        ((float *)call->out[0].data)[r] = error * error;
+    }
+    return 0;
+}
+
+static int taken_backward(const ms_call *call) {
+    const float *values = (const float *)call->in[0].data,
+                *wanted = (const float *)call->in[2].data;
+    const int32_t *taken = (const int32_t *)call->in[1].data;
+    const ms_view *grad_in = &call->grad_in[0];
+    const int64_t cols = grad_in->shape.dim[1];
+    for (int64_t i = 0; grad_in->data && i < grad_in->shape.dim[0] * cols; ++i) {
+        const int64_t r = i / cols;
+        const float slope =
+            2.0f * (values[i] - wanted[r]) * ((const float *)call->grad_out[0].data)[r];
+        float *to = (float *)grad_in->data + i;
+        *to = (i % cols == taken[r] ? slope : 0.0f) + (grad_in->beta == 0.0f ? 0.0f : *to);
+    }
+    return 0;
+}
+
+static ms_tensor add_taken_error(ms_model *to, ms_tensor values, ms_tensor taken,
+                                 ms_tensor wanted) {
+    ms_layer_desc d = {0};
+    d.name = "error", d.forward = taken_forward, d.backward = taken_backward;
+    d.in[0] = values, d.in[1] = taken, d.in[2] = wanted;
+    d.out[0] = ms_activation(to, "errors", MS_DTYPE_F32, ms_tensor_shape(to, wanted));
+    d.backward_reads.in = 7;
+    ms_register_layer(to, &d);
+    return d.out[0];
+}
+
+enum { REPLAYED = 8, MOST_ACTED = 20, STATE = 4, CELLS = 6, ACTIONS = 3 };
+
+typedef struct dqn {
+    ms_model *net, *target;
+    ms_axis rows;                            // of the net
+    ms_tensor states, taken, wanted, values; // of the net: inputs, and its output
+    ms_tensor next_states, next_values;      // of the target
+    ms_tensor weight[2], target_weight[2];
+} dqn;
+
+static ms_tensor add_values(ms_model *to, ms_tensor states, ms_tensor *weight) {
+    weight[0] = ms_param(to, "hidden", MS_DTYPE_F32, ms_shape2(STATE, CELLS));
+    weight[1] = ms_param(to, "head", MS_DTYPE_F32, ms_shape2(CELLS, ACTIONS));
+    const ms_tensor a = add_tanh(to, add_dense(to, states, weight[0]));
+    const ms_tensor values = add_dense(to, a, weight[1]);
+    ms_add_eval_output(to, values);
+    return values;
+}
+
+static ms_result dqn_create(dqn *q, const ms_config *settings, const ms_optimizer_desc *optimizer) {
+    ms_result result = ms_create(settings, &q->net);
+    result = result == MS_RESULT_OK ? ms_create(settings, &q->target) : result;
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    ms_model *m = q->net;
+    q->rows = ms_add_axis(m, "rows", REPLAYED, REPLAYED); /* now, and the largest of a step */
+    ms_set_eval_largest(m, q->rows, MOST_ACTED);          /* of ms_eval */
+    const ms_shape rows = ms_along(ms_shape1(REPLAYED), 0, q->rows);
+    q->states =
+        ms_input(m, "states", MS_DTYPE_F32, ms_along(ms_shape2(REPLAYED, STATE), 0, q->rows));
+    q->taken = ms_input(m, "taken", MS_DTYPE_I32, rows);
+    q->wanted = ms_input(m, "wanted", MS_DTYPE_F32, rows);
+    q->values = add_values(m, q->states, q->weight);
+    ms_set_loss(m, add_taken_error(m, q->values, q->taken, q->wanted));
+    ms_set_optimizer(m, optimizer);
+
+    m = q->target; /* without a loss */
+    q->next_states = ms_input(m, "next states", MS_DTYPE_F32, ms_shape2(REPLAYED, STATE));
+    q->next_values = add_values(m, q->next_states, q->target_weight);
+    result = ms_wrap(q->net);
+    return result == MS_RESULT_OK ? ms_wrap(q->target) : result;
+}
+
+/* Once the params of the net are written, and then every few thousand steps. */
+static ms_result replace_target(dqn *q) {
+    float values[CELLS * (STATE + ACTIONS)];
+    ms_result result = MS_RESULT_OK;
+    for (int i = 0; i < 2 && result == MS_RESULT_OK; ++i) {
+        result = ms_read(q->net, q->weight[i], values);
+        result = result == MS_RESULT_OK ? ms_write(q->target, q->target_weight[i], values) : result;
+    }
+    return result;
+}
+
+static int32_t best_action(const float *values) {
+    int32_t best = 0;
+    for (int32_t a = 1; a < ACTIONS; ++a) {
+        best = values[a] > values[best] ? a : best;
+    }
+    return best;
+}
+
+/* The best actions as the net has it, in up to MOST_ACTED environments at once. */
+static ms_result act(dqn *q, const float *states, int64_t count, int32_t *actions) {
+    static const int32_t none[MOST_ACTED] = {0}; /* ms_eval runs the layer of the loss as well */
+    static const float nothing[MOST_ACTED] = {0.0f};
+    float values[MOST_ACTED * ACTIONS];
+    ms_result result = ms_reshape(q->net, &count);
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->states, states) : result;
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->taken, none) : result;
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->wanted, nothing) : result;
+    result = result == MS_RESULT_OK ? ms_eval(q->net, NULL) : result;
+    result = result == MS_RESULT_OK ? ms_read(q->net, q->values, values) : result;
+    for (int64_t r = 0; r < count && result == MS_RESULT_OK; ++r) {
+        actions[r] = best_action(values + r * ACTIONS);
+    }
+    return result;
+}
+
+/* Wanted is reward + discount * the largest value of the next state, or, at the end of an episode,
+   the reward alone. */
+static ms_result learn(dqn *q, const float *states, const int32_t *taken, const float *rewards,
+                       const float *next_states, const bool *ends, float discount,
+                       double *loss_of) {
+    const int64_t count = REPLAYED;
+    float values[REPLAYED * ACTIONS], wanted[REPLAYED];
+    ms_result result = ms_write(q->target, q->next_states, next_states);
+    result = result == MS_RESULT_OK ? ms_eval(q->target, NULL) : result;
+    result = result == MS_RESULT_OK ? ms_read(q->target, q->next_values, values) : result;
+    for (int r = 0; r < REPLAYED && result == MS_RESULT_OK; ++r) {
+        const float best = values[r * ACTIONS + best_action(values + r * ACTIONS)];
+        wanted[r] = rewards[r] + (ends[r] ? 0.0f : discount * best);
+    }
+    result = result == MS_RESULT_OK ? ms_reshape(q->net, &count) : result;
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->states, states) : result;
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->taken, taken) : result;
+    result = result == MS_RESULT_OK ? ms_write(q->net, q->wanted, wanted) : result;
+    return result == MS_RESULT_OK ? ms_step(q->net, loss_of) : result;
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -603,6 +859,82 @@ static ms_tensor add_penalized_critic(ms_model *to, ms_tensor real, ms_tensor ma
 }
 
 // ------------------------------------------------------------------------------------------------
+// gradients of inputs and activations
+
+/* An adversarial example by the sign of the gradient. gradient: as large as the image */
+static ms_result perturb(ms_model *of, ms_tensor image, float *pixels, float *gradient, float by) {
+    ms_result result = ms_write(of, image, pixels);
+    result = result == MS_RESULT_OK ? ms_step(of, NULL) : result;
+    result = result == MS_RESULT_OK ? ms_read(of, ms_gradient(of, image), gradient) : result;
+    for (uint64_t i = 0; i < ms_tensor_count(of, image) && result == MS_RESULT_OK; ++i) {
+        pixels[i] += gradient[i] > 0.0f ? by : gradient[i] < 0.0f ? -by : 0.0f;
+    }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
+// two models in a chain
+
+/* out = in * factors, element by element: the gradient of its sum by `in` is factors, an input. */
+static int product_forward(const ms_call *call) {
+    const float *in = (const float *)call->in[0].data, *factors = (const float *)call->in[1].data;
+    for (uint64_t i = 0; i < ms_shape_count(&call->in[0].shape); ++i) {
+        ((float *)call->out[0].data)[i] = in[i] * factors[i];
+    }
+    return 0;
+}
+
+static int product_backward(const ms_call *call) {
+    const ms_view *grad_in = &call->grad_in[0];
+    const float *factors = (const float *)call->in[1].data;
+    for (uint64_t i = 0; grad_in->data && i < ms_shape_count(&grad_in->shape); ++i) {
+        float *to = (float *)grad_in->data + i;
+        *to = factors[i] * ((const float *)call->grad_out[0].data)[i] +
+              (grad_in->beta == 0.0f ? 0.0f : *to);
+    }
+    return 0;
+}
+
+typedef struct chain {
+    ms_model *first, *second;
+    ms_tensor out, gradient; // of the first: what it hands over, and an input
+    ms_tensor in;            // of the second
+    float *values;           // as large as these: memory of the trainer
+} chain;
+
+/* The layers of both are registered, and out, in and values are set. */
+static ms_result chain_wrap(chain *c) {
+    ms_layer_desc d = {0};
+    const ms_shape shape = ms_tensor_shape(c->first, c->out);
+    c->gradient = ms_input(c->first, "gradient", MS_DTYPE_F32, shape);
+    d.name = "product", d.forward = product_forward, d.backward = product_backward;
+    d.in[0] = c->out, d.in[1] = c->gradient;
+    d.out[0] = ms_activation(c->first, "products", MS_DTYPE_F32, shape);
+    d.backward_reads.in = 2;
+    ms_register_layer(c->first, &d);
+    ms_set_loss(c->first, d.out[0]);
+    ms_set_loss_factor(c->first, 1.0f);
+    ms_add_eval_output(c->first, c->out);
+    ms_want_gradient(c->second, c->in);
+    ms_result result = ms_wrap(c->first);
+    result = result == MS_RESULT_OK ? ms_wrap(c->second) : result;
+    memset(c->values, 0, (size_t)ms_tensor_bytes(c->first, c->out));
+    return result == MS_RESULT_OK ? ms_write(c->first, c->gradient, c->values) : result;
+}
+
+/* Once the batch is written: one step of both, as if they were one model. */
+static ms_result chained_step(chain *c, double *loss_of) {
+    ms_result result = ms_eval(c->first, NULL);
+    result = result == MS_RESULT_OK ? ms_read(c->first, c->out, c->values) : result;
+    result = result == MS_RESULT_OK ? ms_write(c->second, c->in, c->values) : result;
+    result = result == MS_RESULT_OK ? ms_step(c->second, loss_of) : result;
+    const ms_tensor gradient = ms_gradient(c->second, c->in);
+    result = result == MS_RESULT_OK ? ms_read(c->second, gradient, c->values) : result;
+    result = result == MS_RESULT_OK ? ms_write(c->first, c->gradient, c->values) : result;
+    return result == MS_RESULT_OK ? ms_step(c->first, NULL) : result;
+}
+
+// ------------------------------------------------------------------------------------------------
 // a loader on a thread
 
 /* A thread makes the next batch while the model trains on the one before. */
@@ -875,14 +1207,19 @@ typedef struct net {
     ms_tensor x, target, W[2];
 } net;
 
-static void net_create(net *n, const ms_config *config, float rate) {
-    const ms_optimizer_desc optimizer = descent(rate);
+/* Without a loss; returns its output. */
+static ms_tensor net_layers(net *n, const ms_config *config) {
     assert_int_equal(ms_create(config, &n->m), MS_RESULT_OK);
     n->x = ms_input(n->m, "x", MS_DTYPE_F32, ms_shape2(ROWS, IN));
     n->target = ms_input(n->m, "target", MS_DTYPE_F32, ms_shape2(ROWS, OUT));
     n->W[0] = ms_param(n->m, "W0", MS_DTYPE_F32, ms_shape2(IN, HIDDEN));
     n->W[1] = ms_param(n->m, "W1", MS_DTYPE_F32, ms_shape2(HIDDEN, OUT));
-    const ms_tensor out = add_dense(n->m, add_tanh(n->m, add_dense(n->m, n->x, n->W[0])), n->W[1]);
+    return add_dense(n->m, add_tanh(n->m, add_dense(n->m, n->x, n->W[0])), n->W[1]);
+}
+
+static void net_create(net *n, const ms_config *config, float rate) {
+    const ms_optimizer_desc optimizer = descent(rate);
+    const ms_tensor out = net_layers(n, config);
     ms_set_loss(n->m, add_error(n->m, out, n->target));
     ms_set_optimizer(n->m, &optimizer);
 }
@@ -941,16 +1278,118 @@ static void a_schedule_sets_the_rate_of_each_step(void **state) {
     }
 }
 
+static void groups_follow_schedules_of_their_own(void **state) {
+    (void)state;
+    enum { FIRST_W = IN * HIDDEN };
+    const schedule rest = {0, 8, 0.5f, 0.1f};
+    for (int way = 0; way < WAYS; ++way) {
+        const ms_config config = way_config(way);
+        ms_optimizer_desc heavy = descent(1.0f);
+        t_rng rng = t_seed(10);
+        float start[NET];
+        double params[MOST], gradient[MOST], momentum[FIRST_W] = {0}, loss;
+        scheduled_group group;
+        batch b;
+        net n;
+        heavy.momentum = 0.5f;
+        group.rates.warmup = 4, group.rates.steps = 12;
+        group.rates.peak = 0.2f, group.rates.last = 0.0f;
+        t_fill(&rng, start, NET, 0.5f);
+        widen(params, start, NET);
+        net_create(&n, &config, 1.0f);
+        add_group(n.m, &group, &heavy, n.W, 1);
+        net_start(&n, start);
+        for (int step = 0; step < 14; ++step) {
+            draw(&rng, &b);
+            net_feed(&n, &b);
+            t_ok(n.m, grouped_step(n.m, &rest, &group, 1, &loss));
+            same_value(loss, net_loss(params, &b), 1e-5);
+            reference_gradient(gradient, params, NET, net_loss, &b);
+            const double pi = acos(-1.0);
+            const double of_group =
+                step < 4 ? 0.05 * (step + 1)
+                         : 0.1 * (1.0 + cos(pi * (step > 12 ? 1.0 : (step - 4) / 8.0)));
+            const double of_rest = 0.1 + 0.2 * (1.0 + cos(pi * (step > 8 ? 1.0 : step / 8.0)));
+            for (int i = 0; i < NET; ++i) {
+                if (i < FIRST_W) {
+                    momentum[i] = 0.5 * momentum[i] + gradient[i];
+                    params[i] -= of_group * momentum[i];
+                } else {
+                    params[i] -= of_rest * gradient[i];
+                }
+            }
+        }
+        params_near(n.m, n.W, 2, params, 1e-5);
+        ms_destroy(n.m);
+    }
+}
+
+/* The bytes of 12 layers of 128 x 128 on 256 rows, with params that are borrowed. */
+static uint64_t deep_bytes(bool has_loss) {
+    enum { DEPTH = 12, WIDTH = 128, DEEP_ROWS = 256 };
+    const ms_config config = t_config();
+    const ms_optimizer_desc optimizer = descent(0.1f);
+    const ms_shape shape = ms_shape2(DEEP_ROWS, WIDTH);
+    float *weights = (float *)calloc(DEPTH * WIDTH * WIDTH, sizeof *weights);
+    ms_memory_report report;
+    ms_model *m;
+    assert_non_null(weights);
+    assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
+    ms_tensor at = ms_input(m, "in", MS_DTYPE_F32, shape);
+    for (int i = 0; i < DEPTH; ++i) {
+        const ms_tensor W = ms_param(m, "W", MS_DTYPE_F32, ms_shape2(WIDTH, WIDTH));
+        t_ok(m, ms_borrow(m, W, weights + i * WIDTH * WIDTH));
+        at = add_dense(m, at, W);
+    }
+    if (has_loss) {
+        ms_set_loss(m, at);
+        ms_set_optimizer(m, &optimizer);
+    } else {
+        ms_add_eval_output(m, at);
+    }
+    t_ok(m, ms_wrap(m));
+    t_ok(m, ms_report(m, &report));
+    ms_destroy(m);
+    free(weights);
+    return report.arena_bytes;
+}
+
+static void a_model_without_a_loss_takes_less(void **state) {
+    (void)state;
+    const uint64_t trained = deep_bytes(true), evaluated = deep_bytes(false);
+    print_message("12 layers: with a loss %.2f MB, without %.2f MB\n", (double)trained / 1e6,
+                  (double)evaluated / 1e6);
+    /* The input and what two successive layers hand over, to which nothing is added for each layer. */
+    assert_true(evaluated <= 3 * 256 * 128 * sizeof(float) + 4096);
+    assert_true(trained > 12 * 256 * 128 * sizeof(float));
+}
+
+static void net_outputs(const double *params, const batch *b, double *outputs) {
+    double x[IN], a[HIDDEN];
+    for (int r = 0; r < ROWS; ++r) {
+        widen(x, b->x + r * IN, IN);
+        reference_row(x, params, params + IN * HIDDEN, IN, HIDDEN, OUT, a, outputs + r * OUT);
+    }
+}
+
+/* The errors that it makes are none that nothing_has_warned counts. */
+static void has_no_steps(ms_model *m) {
+    const int before = warnings;
+    t_error(m, ms_step(m, NULL), MS_RESULT_ORDER);
+    warnings = before;
+}
+
+/* By a model without a loss, and by one that has the loss, with params that are frozen. */
 static void averages_follow_and_are_evaluated(void **state) {
     (void)state;
     for (int way = 0; way < WAYS; ++way) {
         ms_config config = way_config(way);
         ms_arena *arena;
         t_rng rng = t_seed(2);
-        float start[NET];
-        double params[MOST], average[MOST], loss;
+        float start[NET], values[ROWS * OUT];
+        double params[MOST], average[MOST], outputs[ROWS * OUT], loss;
         batch b;
-        net n, evaluated;
+        net n, evaluated[2];
         averages a;
         assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
         config.arena = arena;
@@ -960,9 +1399,15 @@ static void averages_follow_and_are_evaluated(void **state) {
         net_create(&n, &config, 0.3f);
         net_start(&n, start);
         t_ok(n.m, averages_begin(&a, n.m, n.W, 2));
-        net_create(&evaluated, &config, 0.3f);
-        averages_lend(&a, evaluated.m, evaluated.W);
-        t_ok(evaluated.m, ms_wrap(evaluated.m));
+        const ms_tensor out = net_layers(&evaluated[0], &config);
+        ms_add_eval_output(evaluated[0].m, out);
+        net_create(&evaluated[1], &config, 0.3f);
+        for (int k = 0; k < 2; ++k) {
+            averages_lend(&a, evaluated[k].m, evaluated[k].W);
+            ms_set_frozen(evaluated[1].m, evaluated[1].W[k], true);
+        }
+        t_ok(evaluated[0].m, ms_wrap(evaluated[0].m));
+        t_ok(evaluated[1].m, ms_wrap(evaluated[1].m));
         for (int step = 0; step < 12; ++step) {
             draw(&rng, &b);
             net_feed(&n, &b);
@@ -972,16 +1417,198 @@ static void averages_follow_and_are_evaluated(void **state) {
             for (int i = 0; i < NET; ++i) {
                 average[i] = 0.9 * average[i] + 0.1 * params[i];
             }
-            net_feed(&evaluated, &b);
-            t_ok(evaluated.m, ms_eval(evaluated.m, &loss));
+            t_ok(evaluated[0].m, ms_write(evaluated[0].m, evaluated[0].x, b.x));
+            t_ok(evaluated[0].m, ms_eval(evaluated[0].m, &loss));
+            assert_true(isnan(loss));
+            t_ok(evaluated[0].m, ms_read(evaluated[0].m, out, values));
+            net_outputs(average, &b, outputs);
+            near_all(values, outputs, ROWS * OUT, 1e-5);
+            net_feed(&evaluated[1], &b);
+            t_ok(evaluated[1].m, ms_eval(evaluated[1].m, &loss));
             same_value(loss, net_loss(average, &b), 1e-5);
         }
         params_near(n.m, n.W, 2, params, 1e-5);
-        params_near(evaluated.m, evaluated.W, 2, average, 1e-5);
         ms_destroy(n.m);
-        ms_destroy(evaluated.m);
+        for (int k = 0; k < 2; ++k) {
+            params_near(evaluated[k].m, evaluated[k].W, 2, average, 1e-5);
+            has_no_steps(evaluated[k].m);
+            ms_destroy(evaluated[k].m);
+        }
         ms_arena_destroy(arena);
         averages_end(&a);
+    }
+}
+
+enum { TEACHER = 7, TEACHER_NET = IN * TEACHER + TEACHER * OUT };
+
+typedef struct distilled {
+    batch b;
+    double teacher[TEACHER_NET], T;
+} distilled;
+
+static void reference_softmax(double *p, const double *logits, double T) {
+    double sum = 0.0;
+    for (int c = 0; c < OUT; ++c) {
+        p[c] = exp(logits[c] / T);
+        sum += p[c];
+    }
+    for (int c = 0; c < OUT; ++c) {
+        p[c] /= sum;
+    }
+}
+
+static double distilled_loss(const double *params, const void *user) {
+    const distilled *d = (const distilled *)user;
+    double total = 0.0, x[IN], a[TEACHER], y[OUT], wanted[OUT], given[OUT];
+    for (int r = 0; r < ROWS; ++r) {
+        widen(x, d->b.x + r * IN, IN);
+        reference_row(x, d->teacher, d->teacher + IN * TEACHER, IN, TEACHER, OUT, a, y);
+        reference_softmax(wanted, y, d->T);
+        reference_row(x, params, params + IN * HIDDEN, IN, HIDDEN, OUT, a, y);
+        reference_softmax(given, y, d->T);
+        for (int c = 0; c < OUT; ++c) {
+            total += d->T * d->T * wanted[c] * log(wanted[c] / given[c]);
+        }
+    }
+    return total / ROWS;
+}
+
+static void a_student_learns_from_a_teacher_that_does_not(void **state) {
+    (void)state;
+    const float large[3] = {-1000.0f, 1000.0f, 999.0f};
+    same_value((double)log_sum(large, 3, 2.0f), 500.0 + log(1.0 + exp(-0.5)), 1e-4);
+    for (int way = 0; way < WAYS; ++way) {
+        ms_config config = way_config(way);
+        t_rng rng = t_seed(11);
+        float start[NET], of_teacher[TEACHER_NET], logits[ROWS * OUT], T = 2.5f;
+        double params[MOST], loss, first = 0.0;
+        distilled reference;
+        distillation d;
+        net n;
+        ms_arena *arena;
+        ms_tensor W[2];
+        assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
+        config.arena = arena;
+        assert_int_equal(ms_create(&config, &d.teacher), MS_RESULT_OK);
+        d.teacher_in = ms_input(d.teacher, "x", MS_DTYPE_F32, ms_shape2(ROWS, IN));
+        W[0] = ms_param(d.teacher, "W0", MS_DTYPE_F32, ms_shape2(IN, TEACHER));
+        W[1] = ms_param(d.teacher, "W1", MS_DTYPE_F32, ms_shape2(TEACHER, OUT));
+        d.teacher_logits = add_dense(
+            d.teacher, add_tanh(d.teacher, add_dense(d.teacher, d.teacher_in, W[0])), W[1]);
+        ms_add_eval_output(d.teacher, d.teacher_logits);
+        t_ok(d.teacher, ms_wrap(d.teacher));
+        t_fill(&rng, of_teacher, TEACHER_NET, 2.0f);
+        widen(reference.teacher, of_teacher, TEACHER_NET);
+        t_ok(d.teacher, ms_write(d.teacher, W[0], of_teacher));
+        t_ok(d.teacher, ms_write(d.teacher, W[1], of_teacher + IN * TEACHER));
+
+        const ms_optimizer_desc optimizer = descent(0.5f);
+        const ms_tensor out = net_layers(&n, &config);
+        d.student = n.m, d.in = n.x, d.soft_targets = n.target;
+        d.logits = logits;
+        ms_set_loss(n.m, add_soft_error(n.m, out, n.target, &T));
+        ms_set_optimizer(n.m, &optimizer);
+        t_fill(&rng, start, NET, 0.5f);
+        widen(params, start, NET);
+        net_start(&n, start);
+        reference.T = (double)T;
+        for (int step = 0; step < 12; ++step) {
+            draw(&rng, &reference.b);
+            assert_int_equal(distil(&d, reference.b.x, &loss), MS_RESULT_OK);
+            same_value(loss, distilled_loss(params, &reference), 1e-5);
+            reference_step(params, NET, distilled_loss, &reference, 0.5);
+            first = step == 0 ? loss : first;
+        }
+        assert_true(loss < 0.7 * first);
+        params_near(n.m, n.W, 2, params, 1e-5);
+        ms_destroy(n.m);
+        ms_destroy(d.teacher);
+        ms_arena_destroy(arena);
+    }
+}
+
+enum { DQN_NET = CELLS * (STATE + ACTIONS) };
+
+typedef struct replay {
+    float states[MOST_ACTED * STATE], next_states[REPLAYED * STATE], rewards[REPLAYED];
+    int32_t taken[REPLAYED];
+    bool ends[REPLAYED];
+    double target[DQN_NET];
+} replay;
+
+static int reference_values(const double *params, const float *state_of, double *values) {
+    double x[STATE], a[CELLS];
+    int best = 0;
+    widen(x, state_of, STATE);
+    reference_row(x, params, params + STATE * CELLS, STATE, CELLS, ACTIONS, a, values);
+    for (int k = 1; k < ACTIONS; ++k) {
+        best = values[k] > values[best] ? k : best;
+    }
+    return best;
+}
+
+static double dqn_loss(const double *params, const void *user) {
+    const replay *p = (const replay *)user;
+    double total = 0.0, values[ACTIONS];
+    for (int r = 0; r < REPLAYED; ++r) {
+        const int best = reference_values(p->target, p->next_states + r * STATE, values);
+        const double wanted = (double)p->rewards[r] + (p->ends[r] ? 0.0 : 0.75 * values[best]);
+        (void)reference_values(params, p->states + r * STATE, values);
+        const double error = values[p->taken[r]] - wanted;
+        total += error * error;
+    }
+    return total / REPLAYED;
+}
+
+static void a_net_learns_from_the_values_of_its_target(void **state) {
+    (void)state;
+    for (int way = 0; way < WAYS; ++way) {
+        ms_config config = way_config(way);
+        const ms_optimizer_desc optimizer = descent(0.2f);
+        t_rng rng = t_seed(12);
+        float start[DQN_NET];
+        double params[MOST], values[ACTIONS], loss;
+        int32_t actions[MOST_ACTED];
+        ms_arena *arena;
+        replay p;
+        dqn q;
+        assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
+        config.arena = arena;
+        assert_int_equal(dqn_create(&q, &config, &optimizer), MS_RESULT_OK);
+        t_fill(&rng, start, DQN_NET, 1.0f);
+        widen(params, start, DQN_NET);
+        t_ok(q.net, ms_write(q.net, q.weight[0], start));
+        t_ok(q.net, ms_write(q.net, q.weight[1], start + STATE * CELLS));
+        for (int step = 0; step < 20; ++step) {
+            static const int64_t counts[] = {1, MOST_ACTED, REPLAYED, 13};
+            if (step % 6 == 0) {
+                assert_int_equal(replace_target(&q), MS_RESULT_OK);
+                memcpy(p.target, params, sizeof p.target);
+            }
+            t_fill(&rng, p.states, MOST_ACTED * STATE, 1.0f);
+            assert_int_equal(act(&q, p.states, counts[step % 4], actions), MS_RESULT_OK);
+            for (int64_t r = 0; r < counts[step % 4]; ++r) {
+                const int best = reference_values(params, p.states + r * STATE, values);
+                same_value(values[actions[r]], values[best], 1e-5);
+            }
+            t_fill(&rng, p.next_states, REPLAYED * STATE, 1.0f);
+            t_fill(&rng, p.rewards, REPLAYED, 1.0f);
+            for (int r = 0; r < REPLAYED; ++r) {
+                p.taken[r] = (int32_t)t_below(&rng, ACTIONS);
+                p.ends[r] = t_below(&rng, 4) == 0;
+            }
+            t_ok(q.net,
+                 learn(&q, p.states, p.taken, p.rewards, p.next_states, p.ends, 0.75f, &loss));
+            same_value(loss, dqn_loss(params, &p), 1e-5);
+            reference_step(params, DQN_NET, dqn_loss, &p, 0.2);
+        }
+        params_near(q.net, q.weight, 2, params, 1e-5);
+        params_near(q.target, q.target_weight, 2, p.target, 1e-5);
+        assert_int_equal(act(&q, p.states, MOST_ACTED, actions), MS_RESULT_OK);
+        has_no_steps(q.net); // at sizes for evals
+        ms_destroy(q.net);
+        ms_destroy(q.target);
+        ms_arena_destroy(arena);
     }
 }
 
@@ -1400,6 +2027,112 @@ static void a_gradient_penalty_is_differentiated(void **state) {
     }
 }
 
+static void pixels_move_by_the_sign_of_their_gradients(void **state) {
+    (void)state;
+    for (int way = 0; way < WAYS; ++way) {
+        const ms_config config = way_config(way);
+        t_rng rng = t_seed(13);
+        float start[NET], gradient[ROWS * IN], values[NET];
+        double params[MOST], loss[2];
+        batch b, moved;
+        net n;
+        t_fill(&rng, start, NET, 0.5f);
+        widen(params, start, NET);
+        net_create(&n, &config, 0.3f);
+        ms_want_gradient(n.m, n.x);
+        ms_set_frozen(n.m, n.W[0], true);
+        ms_set_frozen(n.m, n.W[1], true);
+        net_start(&n, start);
+        draw(&rng, &b);
+        net_feed(&n, &b);
+        for (int step = 0; step < 5; ++step) {
+            const batch old = b;
+            loss[0] = net_loss(params, &b);
+            t_ok(n.m, perturb(n.m, n.x, b.x, gradient, 0.01f));
+            loss[1] = net_loss(params, &b);
+            assert_true(loss[1] > loss[0]);
+            for (int i = 0; i < ROWS * IN; ++i) {
+                moved = old;
+                moved.x[i] = old.x[i] + 1.0f / 256.0f;
+                const double above = net_loss(params, &moved), at = (double)moved.x[i];
+                moved.x[i] = old.x[i] - 1.0f / 256.0f;
+                const double slope = (above - net_loss(params, &moved)) / (at - (double)moved.x[i]);
+                same_value((double)gradient[i], slope, 2e-5);
+                if (fabs(slope) > 1e-4) {
+                    same_value((double)b.x[i], (double)old.x[i] + (slope > 0.0 ? 0.01 : -0.01),
+                               1e-6);
+                }
+            }
+        }
+        t_ok(n.m, ms_read(n.m, n.W[0], values));
+        t_ok(n.m, ms_read(n.m, n.W[1], values + IN * HIDDEN));
+        assert_memory_equal(values, start, sizeof start);
+        ms_destroy(n.m);
+    }
+}
+
+/* Both halves of the net as models of their own: in float64, and to the bit those of the whole net. */
+static void a_chain_of_models_trains_as_one(void **state) {
+    (void)state;
+    for (int way = 0; way < WAYS; ++way) {
+        ms_config config = way_config(way);
+        const ms_optimizer_desc optimizer = descent(0.3f);
+        t_rng rng = t_seed(14);
+        float start[NET], handed[ROWS * HIDDEN], values[2][NET];
+        double params[MOST], loss, of_whole;
+        ms_arena *arena;
+        ms_tensor W[2];
+        batch b;
+        chain c;
+        net n;
+        t_fill(&rng, start, NET, 0.5f);
+        widen(params, start, NET);
+        net_create(&n, &config, 0.3f);
+        net_start(&n, start);
+        assert_int_equal(ms_arena_create(NULL, NULL, &arena), MS_RESULT_OK);
+        config.arena = arena;
+        assert_int_equal(ms_create(&config, &c.first), MS_RESULT_OK);
+        assert_int_equal(ms_create(&config, &c.second), MS_RESULT_OK);
+        const ms_tensor x = ms_input(c.first, "x", MS_DTYPE_F32, ms_shape2(ROWS, IN));
+        W[0] = ms_param(c.first, "W0", MS_DTYPE_F32, ms_shape2(IN, HIDDEN));
+        c.out = add_tanh(c.first, add_dense(c.first, x, W[0]));
+        c.in = ms_input(c.second, "a", MS_DTYPE_F32, ms_shape2(ROWS, HIDDEN));
+        c.values = handed;
+        for (int i = 0; i < ROWS * HIDDEN; ++i) {
+            handed[i] = NAN; // what it held before must not count
+        }
+        const ms_tensor target = ms_input(c.second, "target", MS_DTYPE_F32, ms_shape2(ROWS, OUT));
+        W[1] = ms_param(c.second, "W1", MS_DTYPE_F32, ms_shape2(HIDDEN, OUT));
+        ms_set_loss(c.second, add_error(c.second, add_dense(c.second, c.in, W[1]), target));
+        ms_set_optimizer(c.first, &optimizer);
+        ms_set_optimizer(c.second, &optimizer);
+        assert_int_equal(chain_wrap(&c), MS_RESULT_OK);
+        t_ok(c.first, ms_write(c.first, W[0], start));
+        t_ok(c.second, ms_write(c.second, W[1], start + IN * HIDDEN));
+        for (int step = 0; step < 12; ++step) {
+            draw(&rng, &b);
+            net_feed(&n, &b);
+            t_ok(n.m, ms_step(n.m, &of_whole));
+            t_ok(c.first, ms_write(c.first, x, b.x));
+            t_ok(c.second, ms_write(c.second, target, b.target));
+            assert_int_equal(chained_step(&c, &loss), MS_RESULT_OK);
+            assert_true(loss == of_whole);
+            same_value(loss, net_loss(params, &b), 1e-5);
+            reference_step(params, NET, net_loss, &b, 0.3);
+        }
+        t_ok(c.first, ms_read(c.first, W[0], values[0]));
+        t_ok(c.second, ms_read(c.second, W[1], values[0] + IN * HIDDEN));
+        near_all(values[0], params, NET, 1e-5);
+        t_ok(n.m, ms_read(n.m, n.W[0], values[1]));
+        t_ok(n.m, ms_read(n.m, n.W[1], values[1] + IN * HIDDEN));
+        assert_memory_equal(values[0], values[1], sizeof values[0]);
+        ms_destroy(n.m);
+        ms_destroy(c.first);
+        ms_destroy(c.second);
+        ms_arena_destroy(arena);
+    }
+}
+
 static void make_batch(void *user, uint64_t number, float *batch_of) {
     const struct timespec a_while = {0, number % 3 == 0 ? 300000 : 0};
     t_rng rng = t_seed(*(const uint64_t *)user + number);
@@ -1535,12 +2268,18 @@ static void nothing_has_warned(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_schedule_sets_the_rate_of_each_step),
+        cmocka_unit_test(groups_follow_schedules_of_their_own),
+        cmocka_unit_test(a_model_without_a_loss_takes_less),
         cmocka_unit_test(averages_follow_and_are_evaluated),
+        cmocka_unit_test(a_student_learns_from_a_teacher_that_does_not),
+        cmocka_unit_test(a_net_learns_from_the_values_of_its_target),
         cmocka_unit_test(a_sparse_table_learns_the_rows_that_it_reads),
         cmocka_unit_test(a_sparse_table_takes_less),
         cmocka_unit_test(two_tasks_are_balanced_by_their_gradients),
         cmocka_unit_test(a_generator_learns_through_the_critic_as_it_is),
         cmocka_unit_test(a_gradient_penalty_is_differentiated),
+        cmocka_unit_test(pixels_move_by_the_sign_of_their_gradients),
+        cmocka_unit_test(a_chain_of_models_trains_as_one),
         cmocka_unit_test(a_loader_gives_each_batch_once_and_in_order),
         cmocka_unit_test(batches_of_other_lengths_count_what_is_real),
         cmocka_unit_test(nothing_has_warned),
