@@ -892,6 +892,61 @@ static void a_file_that_is_damaged_is_refused(void **state) {
     ms_destroy(m);
 }
 
+/* Puts a block of a training program elsewhere, with what lies in it. */
+static void move_block(msi_program *p, uint32_t block, uint64_t offset) {
+    msi_block *b = &p->layout.blocks.items[block];
+    for (uint32_t k = 0; k < p->code.ranges.count; ++k) {
+        msi_range *r = &p->code.ranges.items[k];
+        r->offset = r->block == block ? r->offset - b->offset + offset : r->offset;
+    }
+    b->offset = offset;
+}
+
+/* Files that no library would write, with the right checksum and the right hash of programs: two values
+   overlap; a plan for other sizes has a value beyond the memory that there is; a layer without rows is in
+   tiles. */
+static void a_plan_that_is_impossible_is_refused(void **state) {
+    (void)state;
+    static const char *const texts[] = {"two of its values overlap", "needs more memory",
+                                        "cannot be a group"};
+    setting s = plain_setting();
+    s.config.tiling = MS_SWITCH_ON;
+    for (int what = 0; what < 3; ++what) {
+        ms_model *m = make_chain(&s);
+        const uint64_t budget = budget_of(m, 1);
+        ms_set_budget(m, budget);
+        t_ok(m, ms_wrap(m));
+        msi_plan *plan = what == 1 ? m->run.plan : m->wrapped.largest;
+        msi_placement *l = &plan->train.layout;
+        const msi_block *blocks = l->blocks.items;
+        uint32_t before = 0, k; // two blocks that live at one time
+        while (blocks[before].bytes == 0) {
+            before += 1;
+        }
+        for (k = before + 1; k < l->blocks.count; ++k) {
+            if (blocks[k].bytes > 0 && blocks[k].first <= blocks[before].last &&
+                blocks[before].first <= blocks[k].last) {
+                break;
+            }
+        }
+        assert_true(k < l->blocks.count);
+        if (what == 0) {
+            move_block(&plan->train, k, blocks[before].offset);
+        } else if (what == 1) {
+            assert_true(plan != m->wrapped.largest);
+            plan->follows = false;
+            plan->decisions[m->graph.tensors.count].room ^= 1; // so that it is saved by itself
+            move_block(&plan->train, k, (uint64_t)1 << 20);
+        } else {
+            plan->decisions[m->graph.loss].tiles = 2;
+            plan->decisions[m->graph.loss].begins_group = true;
+        }
+        t_ok(m, save_plan(m, &file));
+        ms_destroy(m);
+        expect_loaded(s, budget, MS_RESULT_INVALID, texts[what]);
+    }
+}
+
 /* A file with the right checksum and wrong numbers is refused, and the model plans as before; or it is
    a plan, by which training has the same bits. */
 static void a_file_that_was_made_up_is_refused_or_right(void **state) {
@@ -971,6 +1026,7 @@ int main(void) {
         cmocka_unit_test(a_loaded_plan_is_followed_by_others),
         cmocka_unit_test(every_allocation_may_fail),
         cmocka_unit_test(a_file_that_is_damaged_is_refused),
+        cmocka_unit_test(a_plan_that_is_impossible_is_refused),
         cmocka_unit_test(a_file_that_was_made_up_is_refused_or_right),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
