@@ -244,8 +244,52 @@ static void plans_of_another_build_are_loaded(void **state) {
     }
 }
 
+/* Passes are compared with the plain plan; what would need a search, or is left out, says so. */
+static void what_needs_no_search_is_there(void **state) {
+    (void)state;
+    static t_op op;
+    float data[64];
+    ms_model *m;
+    ms_config config = t_config();
+    config.debug = true;
+    t_error(NULL, ms_create(&config, &m), MS_RESULT_INVALID);
+    ms_destroy(m);
+    config.debug = false;
+    t_ok(NULL, ms_create(&config, &m));
+    const ms_tensor in = ms_input(m, "x", MS_DTYPE_F32, ms_shape2(8, 8));
+    const ms_tensor w = ms_param(m, "w", MS_DTYPE_F32, ms_shape2(8, 8));
+    const ms_tensor out = ms_activation(m, "y", MS_DTYPE_F32, ms_shape2(8, 8));
+    ms_layer_desc d = t_new_layer("product", t_matmul_forward, t_matmul_backward, &op);
+    d.in[0] = in;
+    d.param[0] = w;
+    d.out[0] = out;
+    ms_register_layer(m, &d);
+    ms_set_loss(m, out);
+    t_error(m, ms_wrap(m), MS_RESULT_UNSUPPORTED);
+    t_ok(m, ms_detach(m));
+    for (int i = 0; i < 64; ++i) {
+        data[i] = (float)(i % 7);
+    }
+    t_ok(m, ms_write(m, in, data));
+    t_ok(m, ms_write(m, w, data));
+    t_ok(m, ms_step(m, NULL));
+    ms_verify_report verified;
+    ms_nonfinite found;
+    uint64_t bytes;
+    t_ok(m, ms_verify(m, NULL, NULL, &verified));
+    assert_true(verified.tensor_count == 1 && verified.differ_count == 0);
+    t_ok(m, ms_find_nonfinite(m, &found));
+    t_error(m, ms_smallest_budget(m, &bytes), MS_RESULT_UNSUPPORTED);
+    t_error(m, ms_read(m, w, NULL), MS_RESULT_INVALID);
+    assert_string_equal(ms_last_error(m), ms_result_text(MS_RESULT_INVALID));
+    ms_destroy(m);
+}
+
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(plans_of_another_build_are_loaded)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(plans_of_another_build_are_loaded),
+        cmocka_unit_test(what_needs_no_search_is_there),
+    };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
 
