@@ -120,7 +120,7 @@ libs    += -lm -pthread
 # A program is a file of its name, or a folder of it with a main.c.
 programs := $(patsubst %.c,$(OUT)/%,$(wildcard examples/*.c bench/*.c)) \
             $(patsubst %/main.c,$(OUT)/%,$(wildcard examples/*/main.c)) \
-            $(if $(has_cxx),$(OUT)/examples/engine)
+            $(OUT)/examples/robot_board $(if $(has_cxx),$(OUT)/examples/engine)
 sources  := $(filter-out tests/test_cuda%,$(wildcard tests/test_*.c))
 tests    := $(patsubst %.c,$(OUT)/%,$(sources))
 twins    := $(addsuffix _cpp,$(tests))
@@ -163,7 +163,7 @@ on_private := $(tests) $(addprefix $(OUT)/tests/,fuzz_api fuzz_load fuzz_weights
 # What a target needs is not for what it is made of: flags would change with the target that asks for them.
 $(on_private) $(twins): private on_object = $(on_library)
 $(on_private) $(twins): | $(private)/private.h
-$(filter-out $(on_private) %/engine,$(programs)) $(OUT)/tests/kill_saves: $(OUT)/$(if $(once),library,memscale).o
+$(filter-out $(on_private) %/engine %/robot_board,$(programs)) $(OUT)/tests/kill_saves: $(OUT)/$(if $(once),library,memscale).o
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): private libs += $(CMOCKA)
@@ -189,6 +189,13 @@ engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(i
 $(OUT)/examples/engine: examples/engine.cpp $(OUT)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CXX) $@) $(engine) $(depends) -o $(beside) $< $(PNG) $(SDL) $(LDFLAGS) -lm -pthread $(in_place)
+
+# For a board: the same program without the planner, by a plan that the other one saves.
+board := -Os -ffunction-sections -fdata-sections -Wl,--gc-sections -DMEMSCALE_NO_PLANNER
+$(OUT)/examples/robot_board: examples/robot.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(CFLAGS) \
+	 $(board) $(depends) -o $(beside) $< $(LDFLAGS) -lm -pthread $(in_place)
 
 # Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
 $(OUT)/flags: FORCE

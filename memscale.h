@@ -47,6 +47,11 @@
                               cgroups
     MEMSCALE_NO_SYSTEM        MEMSCALE_NO_STDIO, and no threads, clock or questions to the system:
                               set ms_config.clock for slices, a budget, and max_host_bytes
+    MEMSCALE_NO_PLANNER       for boards, with half of the code: ms_wrap takes a plan that was made
+                              elsewhere (ms_plan_load), ms_detach the plain one, ms_reshape follows
+                              the one for the largest sizes. Neither ms_smallest_budget, debug mode,
+                              empirical_profiling nor a log; errors have the text of ms_result_text
+                              alone, except about plans in files
 
   WHAT IT DOES NOT DO
     It is neither a tensor library nor an autograd: the trainer does the arithmetic of its layers.
@@ -108,6 +113,9 @@
     AGGRESSIVE offload on devices with memory of their own; on others it frees nothing, and is
     for those who switch it ON or force it. max_host_bytes is a budget like that of the arena.
     docs/offloading.md has more.
+
+    PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
+    another, whose library need not be able to search one (MEMSCALE_NO_PLANNER).
 
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
@@ -306,7 +314,7 @@
                     >>greedy         one move after another
                     >>lists          what greedy may offload, what is given back, segments
                     >>chain >>exhaustive >>grouping >>solve
-                    >>order >>fold >>plan >>policy >>explain >>optimizer >>call
+                    >>order >>fold >>plans >>plan >>policy >>explain >>optimizer >>call
                     >>matrices       updates of whole matrices, in steps: Muon, Adafactor
       debug mode    >>stage          where a layer runs: its operands lie apart, between poison
                     >>checks         what it must leave as it was; who is to blame for a difference
@@ -1896,6 +1904,24 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
    text says which line), ORDER (saved before ms_wrap). */
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
+
+/* A plan that is made on one machine and used on another, or in another process: a wrap that loads its
+   plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in force, for the
+   largest sizes of the axes and for others that there are. ms_plan_load reads them, after all
+   registrations and ms_set_loss, for the next ms_wrap alone: it has the same programs, the same plan_hash
+   and the same bits. What a step is predicted to take follows from its own hardware and profile; what the
+   report says of the plain plan is from the file.
+   A file is checked, not trusted: what it decides must be possible and allowed here, no two values that
+   live at one time may overlap, the budgets must suffice. It is for one graph (names and callbacks apart),
+   and for the outputs, wanted gradients, frozen params, forced techniques, loans, optimizers and
+   accumulation_steps that it was saved with; for one dtype of mixed precision and one way to copy, if it
+   rounds or moves anything. Seed, rates, log, budget and device may differ. A plan that moves something may
+   be refused on a processor whose arithmetic differs in the last bit.
+   Errors: INVALID (no plan; another version; damaged; of ms_wrap: what else does not fit), BUDGET (of
+   ms_wrap), ORDER (ms_plan_save before ms_wrap, or after something that asks for another; in a callback),
+   FILE (the sink or the source has failed), OUT_OF_MEMORY. After an error the model is as before. */
+MEMSCALE_API_CHECKED ms_result ms_plan_save(ms_model *model, const ms_sink *sink);
+MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *source);
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
@@ -4751,26 +4777,37 @@ typedef struct msi_store {
 } msi_store;
 
 /* What a plan does with one tensor. A plan is an array of these, one per tensor and one more, and
-   nothing else: plans with equal decisions are equal. */
+   nothing else: plans with equal decisions are equal. The table has each field with what it may be at
+   most, which a plan in a file is checked by: a field that is added here is saved and loaded too.
+     pass          of a value: the pass of recomputations, from 1, that brings it back to stay (earlier
+                   ones may make it on the way to others, and drop it); 0: it is kept for backward
+     update_after  of a param: the layer after whose backward it is updated; MSI_NONE: after the whole
+                   backward; MSI_AT_END: so too, although it could be updated inside
+     parts         of a param: in how many parts what is moved comes to its update; 0: one
+     splits        in parts even if nothing is moved: as a whole the update takes too long
+     moves         what lies on the host: a mask of MSI_MOVES_VALUE and others
+     state_8bit    of a param: its optimizer state is in codes of 8 bits
+     format        of a value that a layer makes and of its gradient, or of a param
+     tiles         of the first output of a layer: in how many it is computed, together with those before
+                   it back to the first of its group, which begins_group; 0: whole
+     room          of the plan, in the element after that of the last tensor: how much more may be live
+                   than at the peak, in sixteenths of that, so that more copies can be under way */
+#define MSI_DECISION_FIELDS(X)                                                                     \
+    X(uint32_t, pass, MSI_MAX_TENSORS)                                                             \
+    X(uint32_t, update_after, UINT32_MAX)                                                          \
+    X(uint16_t, parts, UINT16_MAX)                                                                 \
+    X(bool, splits, 1)                                                                             \
+    X(uint8_t, moves, MSI_MOVES_ALL | MSI_IN_PLACE)                                                \
+    X(bool, state_8bit, 1)                                                                         \
+    X(uint8_t, format, MSI_FORMAT_COUNT - 1)                                                       \
+    X(uint16_t, tiles, MSI_MOST_TILES)                                                             \
+    X(bool, begins_group, 1)                                                                       \
+    X(uint8_t, room, 16)
+
 typedef struct msi_tensor_decision {
-    /* Of a value. 0: it is kept for backward. n: it is not; the n-th pass of recomputations brings
-       it back to stay. Earlier passes may make it on the way to other values, and drop it again. */
-    uint32_t pass;
-    /* Of a param: the layer after whose backward it is updated; MSI_NONE: it is updated after the
-       whole backward; MSI_AT_END: so too, although it could be updated inside backward. */
-    uint32_t update_after;
-    uint16_t parts;  // of a param: in how many parts what is moved comes to its update; 0: one
-    bool splits;     // in parts even if nothing is moved: as a whole the update takes too long
-    uint8_t moves;   // what lies on the host: a mask of MSI_MOVES_VALUE and others
-    bool state_8bit; // of a param: its optimizer state is in codes of 8 bits
-    uint8_t format;  // of a value that a layer makes and of its gradient, or of a param
-    /* Of the first output of a layer. In how many tiles the layer is computed, together with those
-       before it back to the first of its group; 0: whole. */
-    uint16_t tiles;
-    bool begins_group;
-    /* Of the plan, in the element after that of the last tensor: how much more may be live than at
-       the peak, in sixteenths of that, so that more copies can be under way. */
-    uint8_t room;
+#define MSI_X(type, field, most) type field;
+    MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
 } msi_tensor_decision;
 
 /* What can be moved to the host. The value of a param, its gradient and its state have their home
@@ -4814,7 +4851,7 @@ typedef struct msi_found {
     bool tiles, early;
 } msi_found;
 
-enum { MSI_RANKS = 3 };
+enum { MSI_RANKS = 3, MSI_MAX_PLANS = 64 };
 
 typedef struct msi_plan {
     struct msi_plan *next;        // of the plans for other sizes, the last used first
@@ -4831,6 +4868,8 @@ typedef struct msi_plan {
     msi_found found;
     msi_found ranks[MSI_RANKS]; // the searches that found the best plans, the best first
     uint32_t rank_count;
+    bool makes_room; // it is for the largest sizes: the store is as it says
+    bool follows;    // it has the schedule and the offsets of that one
     msi_recording recordings[MSI_RECORDING_COUNT];
 } msi_plan;
 
@@ -5057,6 +5096,20 @@ typedef struct msi_optimizers {
     bool undoes_scale; // analysis: all of their updates undo a loss scale
 } msi_optimizers;
 
+/* A file of plans that is written or read. What is wrong is sticky: after that all numbers are 0. */
+typedef struct msi_saved_plans {
+    ms_model *model;       // NULL: there is none
+    bool writes, is_short; // of memory
+    bool is_open;          // the plans that are made are those of the file
+    bool moves, rounds;    // some plan moves something to the host, or rounds a value
+    MSI_LIST(uint8_t) bytes;
+    uint64_t at;     // of what is still to be read
+    char fault[512]; // what is wrong; empty: nothing is
+    uint32_t plan_count;
+    bool has_links;         // as in msi_costs: one of the times below
+    MSI_LIST(double) times; // of the file; while these are in force, those of the model
+} msi_saved_plans;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
@@ -5074,6 +5127,7 @@ struct ms_model {
     msi_kept kept[MSI_MOST_KEPT]; // the last used last
     uint32_t kept_count;
     msi_refuge refuge;
+    msi_saved_plans loaded; // for the next ms_wrap
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -5316,6 +5370,33 @@ static MSI_COLD ms_result msi_fail(ms_model *m, ms_result result, const char *fo
             ms_result_name(result), text);
     memcpy(m->errors.text, text, sizeof text); // the callback may have caused another one
     return result;
+}
+
+/* Without a planner what searches or checks is not called, and compilers leave it out. Errors have the
+   text of their result alone, except those by (msi_fail). */
+#ifdef MEMSCALE_NO_PLANNER
+enum { MSI_HAS_PLANNER = false };
+
+static MSI_NOINLINE ms_result msi_fail_briefly(ms_model *m, ms_result result) {
+    return msi_fail(m, result, "%s", ms_result_text(result));
+}
+
+#define msi_fail(m, result, ...)                                                                   \
+    (0 ? (msi_fail)(m, result, __VA_ARGS__) : msi_fail_briefly(m, result))
+#define msi_log(m, level, tag, ...) (0 ? (msi_log)(m, level, tag, __VA_ARGS__) : (void)0)
+#else
+enum { MSI_HAS_PLANNER = true };
+#endif
+
+static bool msi_debugs(const ms_model *m) {
+    return MSI_HAS_PLANNER && m->config.debug;
+}
+
+static MSI_COLD ms_result msi_fail_unplanned(ms_model *m, const char *function) {
+    return (msi_fail)(m, MS_RESULT_UNSUPPORTED,
+                      "%s: there is no planner (MEMSCALE_NO_PLANNER): load a plan with "
+                      "ms_plan_load, or take the plain one with ms_detach",
+                      function);
 }
 
 static MSI_COLD ms_result msi_fail_busy(ms_model *m, const char *function) {
@@ -9932,6 +10013,9 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
     } checks[] = {
         {c->cuda_graph && (!c->backend.recording_begin || !c->backend.is_asynchronous), 0.0,
          "cuda_graph: this backend cannot record: leave it off"},
+        {!MSI_HAS_PLANNER && (c->debug || c->empirical_profiling == MS_SWITCH_ON), 0.0,
+         "debug or empirical_profiling: compiled with MEMSCALE_NO_PLANNER there is neither: leave "
+         "them off, and use them in a build with the planner"},
         {c->cuda_graph && c->debug, 0.0,
          "cuda_graph: debug mode runs callbacks several times: leave one of the two off"},
         {!msi_is_complete(&c->backend), (double)c->backend.size,
@@ -16794,6 +16878,14 @@ static bool msi_layout_search_from_peak(msi_layout_work *w) {
 /* The search in orders starts anew, since the best layout from the peak is not a good start for it.
    The smaller of both results is kept. */
 static void msi_layout_search(msi_layout_work *w) {
+    if (!MSI_HAS_PLANNER) { // the best of a few skylines
+        static const msi_layout_order orders[] = {MSI_ORDER_LOAD, MSI_ORDER_SPAN, MSI_ORDER_BYTES};
+        for (int i = 0; i < 6 && w->height > w->enough; i++) {
+            msi_layout_sort(w, orders[i / 2], 1);
+            msi_layout_place_on_skylines(w, i % 2 == 1);
+        }
+        return;
+    }
     if (w->used == 0 || msi_layout_search_from_peak(w)) {
         return;
     }
@@ -21314,6 +21406,14 @@ static void msi_follow_program(const msi_scorer *s, msi_program *p, const msi_pr
     p->layout.is_done = p->layout.is_placed = true;
 }
 
+/* Makes the programs of a plan, which decides as the one at the largest sizes, fit where those do. */
+static void msi_follow_programs(const msi_scorer *s, const msi_plan *largest, msi_plan *plan) {
+    msi_lower_train(s->lowering, plan->decisions, &plan->train);
+    msi_follow_program(s, &plan->train, plan->evals ? &largest->eval : &largest->train);
+    msi_lower_eval(s->lowering, plan->decisions, &plan->eval);
+    msi_follow_program(s, &plan->eval, &largest->eval);
+}
+
 /* Whether a plan fits into the memory of the plan at the largest sizes. */
 static bool msi_has_room(const msi_solver *s) {
     return s->score.bytes <= s->request->room && s->score.host_bytes <= s->request->host_room;
@@ -21330,10 +21430,8 @@ static void msi_follow(msi_solver *s) {
     s->score = msi_score_of(s->scorer, plan->decisions);
     s->early = false; // the updates stay where that plan has them
     if (!msi_has_room(s) && !msi_is_short(s->scorer)) {
-        msi_lower_train(s->scorer->lowering, plan->decisions, &plan->train);
-        msi_follow_program(s->scorer, &plan->train, plan->evals ? &largest->eval : &largest->train);
-        msi_lower_eval(s->scorer->lowering, plan->decisions, &plan->eval);
-        msi_follow_program(s->scorer, &plan->eval, &largest->eval);
+        plan->follows = true;
+        msi_follow_programs(s->scorer, largest, plan);
         s->score.us = plan->train.predicted.step.us;
         s->score.bytes = msi_arena_of(&plan->train, &plan->eval);
         s->score.host_bytes = msi_host_of(&plan->train, &plan->eval);
@@ -21929,8 +22027,13 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
-    if (request->goal == MSI_GOAL_FOLLOW) {
-        msi_follow(&s);
+    if (request->goal == MSI_GOAL_FOLLOW || !MSI_HAS_PLANNER) {
+        if (request->largest) {
+            msi_follow(&s);
+        } else {
+            msi_decide_plain(scorer->graph, plan->decisions);
+            s.score = msi_score_of(scorer, plan->decisions);
+        }
         plan->arena_bytes = plan->plain_bytes = s.score.bytes;
         plan->plain_live_bytes = plan->train.layout.resident_bytes + plan->train.layout.peak_bytes;
         plan->plain_step_us = s.score.us;
@@ -22686,6 +22789,530 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
 }
 
 // ------------------------------------------------------------------------------------------------
+// >>plans  in files: saved with what they depend on, and loaded where that is the same
+
+/* A file is a sequence of numbers, in seven bits a byte, the lowest first: a mark and a version; what its
+   plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
+   largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
+   plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
+   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
+   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
+   how each part is written and how it is read. */
+enum {
+    MSI_PLAN_MARK = 0x6e6c70, // "pln"
+    MSI_PLAN_VERSION = 1,
+    MSI_PLAN_LEAST = 32, // bytes
+    MSI_PLAN_MOST = 1 << 30,
+    MSI_PLAN_SUM_BYTES = 10,                            // of a number whose highest bit is set
+    MSI_FIRST_TIMES = MSI_SPEED_COUNT + MSI_COST_COUNT, // numbers that times follow from
+    MSI_LAYER_TIMES = 8                                 // and more for each layer
+};
+
+/* Of how a param is updated, what plans depend on. */
+static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t) {
+    const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
+    uint64_t hash = msi_mix_in(m->optimizers.groups.items[t->group].norm, (uint64_t)o->kind);
+    hash = msi_mix_in(msi_mix_in(hash, t->scratch_bytes), o->takes_formats);
+    for (uint32_t k = 0; k < msi_state_count(&m->optimizers, t); k++) {
+        const msi_role role = (msi_role)(MSI_ROLE_STATE0 + k);
+        hash = msi_mix_in(hash, msi_elements_of(&m->optimizers, t, role));
+        hash = msi_mix_in(hash, (uint64_t)msi_format_of(&m->optimizers, t, role, false));
+    }
+    return msi_learns(t) ? hash : 0;
+}
+
+/* What plans depend on, as errors say it, with a number for each tensor `t` of the model `m`; and then with
+   a number for the model. Plans that round nothing, or move nothing, do not depend on how that is done. */
+#define MSI_TENSOR_TERMS(X)                                                                        \
+    X("set of outputs (ms_add_output, ms_add_eval_output)", t->is_output * 2u + t->is_eval_output) \
+    X("set of gradients that are wanted, or have a dtype (ms_want_gradient, "                      \
+      "ms_set_gradient_dtype)",                                                                    \
+      t->gradient_format * 2u + t->wanted)                                                         \
+    X("set of frozen params (ms_set_frozen)", t->frozen)                                           \
+    X("set of forced and forbidden techniques (ms_set_layer_technique, ms_set_tensor_technique)",  \
+      msi_hash_bytes(t->forced_moves * 256u + t->forbidden_moves, t->technique,                    \
+                     sizeof t->technique))                                                         \
+    X("set of borrowed values (ms_borrow)", t->borrowed)                                           \
+    X("optimizer of some param: its kind, norm, state, formats or workspace", msi_hash_update(m, t))
+
+#define MSI_MODEL_TERMS(X)                                                                         \
+    X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
+    X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
+    X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
+    X("precision: mixed_dtype or master_weights",                                                  \
+      f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
+                : UINT64_MAX)                                                                      \
+    X("backend: workspace_bytes, device_is_host or is_asynchronous",                               \
+      m->config.backend.workspace_bytes * 4 + m->config.backend.device_is_host * 2u +              \
+          m->config.backend.is_asynchronous)                                                       \
+    X("way to copy: async_offload, prefetch_depth, debug, tf32 or static_profiling",               \
+      f->moves ? m->costs.copies_ahead * 8ull + m->costs.waits_for_copies * 4u +                   \
+                     m->costs.tf32 * 2u + (m->config.static_profiling == MS_SWITCH_OFF)            \
+               : UINT64_MAX)
+
+static bool msi_is_sound_file(const msi_saved_plans *f) {
+    return !f->is_short && !f->fault[0];
+}
+
+/* Notes what is wrong, unless something was before. */
+#define MSI_REFUSE_PLAN(f, ...)                                                                    \
+    (msi_is_sound_file(f) ? (void)msi_write_text((f)->fault, sizeof(f)->fault, __VA_ARGS__)        \
+                          : (void)0)
+
+/* Writes a number, or reads one that is at most `most`. Returns it. */
+static MSI_COLD uint64_t msi_file_number(msi_saved_plans *f, uint64_t number, uint64_t most) {
+    bool more = true;
+    if (f->writes) {
+        f->is_short |= !MSI_RESERVE(uint8_t, &f->model->config.allocator, f->bytes,
+                                    f->bytes.count + (uint64_t)MSI_PLAN_SUM_BYTES);
+        for (uint64_t rest = number; !f->is_short && more; rest >>= 7) {
+            more = rest >> 7 != 0;
+            f->bytes.items[f->bytes.count++] = (uint8_t)((rest & 127) | (more ? 128u : 0u));
+        }
+        return number;
+    }
+    number = 0;
+    for (uint32_t bit = 0; bit < 64 && more && f->at < f->bytes.count; bit += 7) {
+        const uint8_t byte = f->bytes.items[f->at++];
+        more = byte >> 7 || (bit == 63 && byte > 1);
+        number |= (uint64_t)(byte & 127) << bit;
+    }
+    if (more || number > most) {
+        MSI_REFUSE_PLAN(f, "a number in it is cut off or out of range");
+    }
+    return msi_is_sound_file(f) ? number : 0;
+}
+
+/* Writes a number, or reads one that must be the same. */
+static MSI_COLD void msi_file_same(msi_saved_plans *f, uint64_t number, const char *what) {
+    const uint64_t there = msi_file_number(f, number, UINT64_MAX);
+    if (there != number) {
+        MSI_REFUSE_PLAN(f, "it has another %s (%llx, and here %llx)", what,
+                        (unsigned long long)there, (unsigned long long)number);
+    }
+}
+
+static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time, bool may_be_zero) {
+    const uint64_t bits = msi_file_number(f, msi_bits_of_f64(*time), UINT64_MAX);
+    memcpy(time, &bits, sizeof *time);
+    if (!(*time >= 1e-12 && *time <= msi_longest_us) && !(bits == 0 && may_be_zero)) {
+        MSI_REFUSE_PLAN(f, "a time in it is out of range");
+    }
+}
+
+/* Number k of those that all times follow from: speeds, and what is known of each layer. */
+static MSI_COLD double *msi_time_at(ms_model *m, uint32_t k) {
+    if (k < MSI_FIRST_TIMES) {
+        return k < MSI_SPEED_COUNT ? msi_speed(&m->costs.hardware, (int)k)
+                                   : &m->costs.bytes_per_us[k - MSI_SPEED_COUNT];
+    }
+    msi_layer *l = &m->graph.layers.items[(k - MSI_FIRST_TIMES) / MSI_LAYER_TIMES];
+    double *const all[MSI_LAYER_TIMES] = {&l->known.forward_us,      &l->known.backward_us,
+                                          &l->known.recompute_us,    &l->known_elements,
+                                          &l->measured.forward_us,   &l->measured.backward_us,
+                                          &l->measured.recompute_us, &l->measured_elements};
+    return all[(k - MSI_FIRST_TIMES) % MSI_LAYER_TIMES];
+}
+
+/* Puts the times of the file into the model, and those of the model into their place; or back. */
+static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
+    const bool has_links = f->model->costs.has_links;
+    f->model->costs.has_links = f->has_links;
+    f->has_links = has_links;
+    for (uint32_t k = 0; k < f->times.count; k++) {
+        double *at = msi_time_at(f->model, k);
+        const double time = *at;
+        *at = f->times.items[k];
+        f->times.items[k] = time;
+    }
+    msi_find_times(f->model);
+}
+
+/* Writes or reads all that comes before the plans. The model was analysed, and its mode was chosen: by the
+   file, where a policy has chosen. */
+static MSI_COLD void msi_file_head(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    const ms_mode mode =
+        (ms_mode)msi_file_number(f, (uint64_t)m->wrapped.choice.mode, (uint64_t)MS_MODE_COUNT - 1);
+    if (m->config.auto_policy) {
+        const msi_choice choice = {mode, MS_DECISION_SOURCE_POLICY, msi_allowed(m, mode)};
+        m->wrapped.choice = choice;
+    }
+    f->moves = msi_file_number(f, f->moves, 1) != 0;
+    f->rounds = msi_file_number(f, f->rounds, 1) != 0;
+    for (uint32_t a = 0; a < m->graph.axis_count; a++) {
+        msi_file_same(f, (uint64_t)m->graph.axes[a].largest, "largest size of an axis");
+        msi_file_same(f, (uint64_t)m->graph.axes[a].eval_largest, "largest size of evals");
+    }
+#define MSI_X(what, number) msi_file_same(f, number, what);
+    MSI_MODEL_TERMS(MSI_X)
+#undef MSI_X
+    uint64_t hash;
+#define MSI_X(what, number)                                                                        \
+    hash = 0;                                                                                      \
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {                                       \
+        hash = msi_mix_in(hash, number);                                                           \
+    }                                                                                              \
+    msi_file_same(f, hash, what);
+    MSI_TENSOR_TERMS(MSI_X)
+#undef MSI_X
+    f->has_links = m->costs.has_links;
+    f->times.count = f->moves ? MSI_FIRST_TIMES + MSI_LAYER_TIMES * m->graph.layers.count : 0;
+    f->is_short |= !MSI_RESERVE(double, &m->config.allocator, f->times, f->times.count);
+    for (uint32_t k = 0; k < f->times.count && msi_is_sound_file(f); k++) {
+        f->times.items[k] = *msi_time_at(m, k);
+        msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
+    }
+    if (f->moves) {
+        f->has_links = msi_file_number(f, f->has_links, 1) != 0;
+    }
+    f->plan_count = 1 + (uint32_t)msi_file_number(f, f->plan_count - 1, MSI_MAX_PLANS - 1);
+}
+
+#define MSI_X(type, field, most) MSI_FIELD_##field,
+enum { MSI_DECISION_FIELDS(MSI_X) MSI_FIELD_COUNT };
+#undef MSI_X
+
+/* What is known of a plan, and its decisions, where they differ from those of the plain plan. `largest` is
+   the plan for the largest sizes, if this is another. Whether it decides as that one does. */
+static MSI_COLD bool msi_file_decisions(msi_saved_plans *f, const msi_plan *largest, msi_plan *plan,
+                                        const msi_tensor_decision *plain) {
+    const msi_graph *g = &f->model->graph;
+    const size_t bytes = (size_t)msi_decisions_bytes(g);
+    const bool equal =
+        f->writes && largest && memcmp(plan->decisions, largest->decisions, bytes) == 0;
+    const uint64_t like = msi_file_number(f, equal ? 1u + plan->follows : 0u, largest ? 2 : 0);
+    plan->follows = like == 2;
+    plan->found.by = (msi_finder)msi_file_number(f, (uint64_t)plan->found.by, MSI_FINDER_COUNT - 1);
+    plan->plain_bytes = msi_file_number(f, plan->plain_bytes, UINT64_MAX >> 1);
+    plan->plain_live_bytes = msi_file_number(f, plan->plain_live_bytes, UINT64_MAX >> 1);
+    msi_file_time(f, &plan->plain_step_us, true);
+    if (like > 0) {
+        memcpy(plan->decisions, largest->decisions, bytes);
+        return true;
+    }
+    for (uint32_t t = 0; t <= g->tensors.count && msi_is_sound_file(f); t++) {
+        msi_tensor_decision *d = &plan->decisions[t];
+        uint64_t mask = 0;
+#define MSI_X(type, field, most)                                                                   \
+    mask |= (uint64_t)(d->field != plain[t].field) << MSI_FIELD_##field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+        mask = msi_file_number(f, mask, (1u << MSI_FIELD_COUNT) - 1);
+#define MSI_X(type, field, most)                                                                   \
+    d->field =                                                                                     \
+        mask >> MSI_FIELD_##field & 1 ? (type)msi_file_number(f, d->field, most) : plain[t].field;
+        MSI_DECISION_FIELDS(MSI_X)
+#undef MSI_X
+    }
+    return false;
+}
+
+/* The place of each block of a program, on the device and on the host. No two may overlap. */
+static MSI_COLD void msi_file_placement(msi_saved_plans *f, msi_placement *l) {
+    for (int n = 0; n < 2; n++) {
+        msi_block *blocks = n ? l->host_blocks.items : l->blocks.items;
+        const uint32_t count = n ? l->host_blocks.count : l->blocks.count;
+        uint64_t *height = n ? &l->host_height : &l->height, bound;
+        bool valid = true;
+        for (uint32_t k = 0; k < count; k++) {
+            msi_block *b = &blocks[k];
+            b->offset = MSI_ALIGNMENT * msi_file_number(f, b->offset / MSI_ALIGNMENT, 1ull << 52);
+            *height = f->writes ? *height : msi_larger(k ? *height : 0, b->offset + b->bytes);
+        }
+        if (!f->writes && msi_is_sound_file(f)) {
+            f->is_short = msi_layout_check(&f->model->config.allocator, blocks, count, &valid,
+                                           &bound) != MS_RESULT_OK;
+        }
+        if (!valid) {
+            MSI_REFUSE_PLAN(f, "two of its values overlap in memory");
+        }
+    }
+    l->is_done = l->is_placed = true;
+}
+
+/* The technique that a decision on a tensor uses although that is not possible or, by `may` and by force,
+   not allowed; or, for what outlasts a step, not as the plan for the largest sizes does. COUNT: none. */
+static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
+                                              const msi_tensor_decision *decisions,
+                                              const msi_tensor_decision *plain, uint32_t t) {
+    const msi_graph *g = s->graph;
+    const msi_tensor *x = &g->tensors.items[t];
+    const msi_tensor_decision *d = &decisions[t];
+    const msi_layer *made = x->producer == MSI_NONE ? NULL : &g->layers.items[x->producer];
+    const msi_tensor_decision *home = s->homes && msi_is_resident(x) ? &s->homes[t] : d;
+    const bool is_param = x->kind == MSI_KIND_PARAM;
+    const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
+    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+                        (elements + each - 1) / each == d->parts;
+    const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
+    const uint32_t movable =
+        (x->forced_moves & msi_movable(g, t)) | (may & MSI_OFFLOADING ? msi_may_choose(g, t) : 0u);
+    const bool maps = s->costs->maps_host && is_param && (moves & MSI_MOVES_STATE);
+    for (int k = 0; k < MS_TECHNIQUE_COUNT; k++) {
+        may |= (uint32_t)(x->technique[k] == MS_SWITCH_ON) << k;
+    }
+    return d->pass != plain[t].pass && (!msi_is_droppable(g, t) || d->pass > g->layers.count ||
+                                        (moves != 0 && d->pass > 0) ||
+                                        !((may & MSI_CHECKPOINTING) ||
+                                          (made && msi_tiles_of(g, decisions, x->producer) > 0)))
+               ? MS_TECHNIQUE_CHECKPOINTING
+           : d->update_after != MSI_NONE && (!x->updates_early || !(may & MSI_EARLY_UPDATE) ||
+                                             !(d->update_after == MSI_AT_END ||
+                                               (is_param && d->update_after < g->layers.count)))
+               ? MS_TECHNIQUE_EARLY_UPDATE
+           : d->moves != home->moves || (moves & ~movable) != 0 ||
+                   ((d->moves & MSI_IN_PLACE) && !maps) ||
+                   (!parted && (d->splits || d->parts != plain[t].parts))
+               ? MS_TECHNIQUE_OFFLOADING
+           : d->room != 0 ||
+                   ((d->tiles > 0 || d->begins_group) &&
+                    (!made || msi_first_output(g, made) != t ||
+                     !((may & MSI_TILING) || (s->costs->most_us > 0.0 && s->costs->splits_layers))))
+               ? MS_TECHNIQUE_TILING
+           : d->format != home->format ||
+                   (d->format != x->format &&
+                    (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0))
+               ? MS_TECHNIQUE_MIXED_PRECISION
+           : d->state_8bit != home->state_8bit ||
+                   (d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
+                                                  (may & MSI_8BIT) != 0, x))
+               ? MS_TECHNIQUE_OPTIMIZER_8BIT
+               : MS_TECHNIQUE_COUNT;
+}
+
+/* Checks decisions that were read; overwrites `plain`. */
+static MSI_COLD void msi_check_decisions(msi_saved_plans *f, const msi_scorer *s,
+                                         const msi_tensor_decision *d, msi_tensor_decision *plain) {
+    const uint32_t may = f->model->wrapped.choice.techniques;
+    const size_t bytes = (size_t)msi_decisions_bytes(s->graph);
+    for (uint32_t t = 0; t < s->graph->tensors.count && msi_is_sound_file(f); t++) {
+        const ms_technique unsound = msi_find_unsound(s, may, d, plain, t);
+        if (unsound < MS_TECHNIQUE_COUNT) {
+            MSI_REFUSE_PLAN(f,
+                            "it uses %s for \"%.100s\", which this graph or backend does not "
+                            "allow, or mode and switches do not, or its first plan does not",
+                            msi_techniques[unsound].name, msi_tensor_name(s->graph, t));
+        }
+    }
+    memcpy(plain, d, bytes);
+    msi_mend_groups(s->graph, plain);
+    if (memcmp(plain, d, bytes) != 0) {
+        MSI_REFUSE_PLAN(f, "layers that it computes in tiles cannot be a group");
+    }
+}
+
+/* Takes a plan from a file, in place of a search: lowers its decisions, with copies where the times of the
+   file put them, and reads its offsets; or follows the plan for the largest sizes. */
+static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
+                                      const msi_plan *largest, msi_plan *plan) {
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *plain = (msi_tensor_decision *)msi_scratch(s, bytes);
+    if (plain) {
+        msi_decide_plain(s->graph, plain);
+        if (!msi_file_decisions(f, largest, plan, plain)) {
+            msi_check_decisions(f, s, plan->decisions, plain);
+        }
+    }
+    msi_release(s->allocator, plain, plain ? bytes : 0);
+    if (msi_is_sound_file(f) && plan->follows) {
+        msi_follow_programs(s, largest, plan);
+    } else if (msi_is_sound_file(f)) {
+        msi_swap_times(f);
+        (void)msi_estimate(s, plan->decisions);
+        msi_make_eval(s);
+        msi_swap_times(f);
+        s->lowering->repeating.is_complete = false; // what was timed by the file is not repeated
+    }
+    for (int k = 0; k < 2 && msi_is_sound_file(f) && !plan->follows && !msi_is_short(s); k++) {
+        msi_program *p = k ? &plan->eval : &plan->train;
+        msi_simulate(k ? s->eval_graph : s->graph, s->costs, s->store, s->allocator, p);
+        if (p->out_of_memory || !msi_make_blocks(s->allocator, p, s->store->residents.count)) {
+            msi_run_short(s, "the program", p->code.ranges.count * sizeof(msi_range));
+        } else {
+            msi_file_placement(f, &p->layout);
+        }
+    }
+    plan->arena_bytes = msi_arena_of(&plan->train, &plan->eval);
+    if (f->is_short) {
+        msi_run_short(s, "a plan", bytes);
+    }
+}
+
+/* The sizes of the axes that a plan is for. */
+static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
+    const msi_graph *g = &f->model->graph;
+    for (uint32_t a = 0; a < g->axis_count; a++) {
+        const uint64_t most = (uint64_t)g->axes[a].eval_largest;
+        sizes[a] = 1 + (int64_t)msi_file_number(f, (uint64_t)sizes[a] - 1, most - 1);
+    }
+}
+
+static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
+                                          uint32_t resident_count) {
+    hash = msi_mix_in(hash, p->code.instructions.count);
+    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
+        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
+        hash = msi_mix_in(hash, head << 32 | i->target);
+        for (uint32_t k = 0; k < i->operand_count; k++) {
+            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
+            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
+        }
+    }
+    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
+        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
+                          p->code.ranges.items[k].offset);
+    }
+    return hash;
+}
+
+/* Of both programs of a plan, wherever its residents are. */
+static MSI_COLD uint64_t msi_hash_programs(uint64_t hash, const msi_store *store,
+                                           const msi_plan *plan) {
+    hash = msi_hash_program(hash, &plan->train, store->residents.count);
+    return msi_hash_program(hash, &plan->eval, store->residents.count);
+}
+
+/* The programs of a plan must be those that were saved, and fit where those of the first plan do. */
+static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *store,
+                                       const msi_plan *plan) {
+    msi_file_same(f, msi_hash_programs(0, store, plan),
+                  "program: another version of the library has saved it, or another processor, "
+                  "whose arithmetic differs");
+    if (plan->arena_bytes > store->resident_bytes + store->transient_bytes ||
+        msi_host_of(&plan->train, &plan->eval) > store->host_bytes + store->host_transient_bytes) {
+        MSI_REFUSE_PLAN(f, "a plan in it needs more memory than the first one");
+    }
+}
+
+static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
+    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
+    msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
+}
+
+/* The last number: a checksum of all bytes before it, which takes ten bytes. */
+static MSI_COLD void msi_file_sum(msi_saved_plans *f, uint32_t count) {
+    f->at = count;
+    msi_file_same(f, msi_hash_bytes(0, f->bytes.items, count) | (uint64_t)1 << 63,
+                  "checksum: it is damaged: copy or save it again");
+}
+
+static MSI_COLD void msi_put_plan(msi_saved_plans *f, msi_plan *plan, msi_tensor_decision *plain) {
+    const msi_plan *largest = f->model->wrapped.largest;
+    if (plan != largest) {
+        msi_file_sizes(f, plan->sizes);
+    }
+    (void)msi_file_decisions(f, plan != largest ? largest : NULL, plan, plain);
+    if (!plan->follows) {
+        msi_file_placement(f, &plan->train.layout);
+        msi_file_placement(f, &plan->eval.layout);
+    }
+    msi_file_programs(f, f->model->run.store, plan);
+}
+
+/* Writes all plans in force, that for the largest sizes first. */
+static MSI_COLD void msi_put_file(msi_saved_plans *f) {
+    ms_model *m = f->model;
+    const uint64_t bytes = msi_decisions_bytes(&m->graph);
+    msi_tensor_decision *plain =
+        (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
+    f->writes = true;
+    f->is_short = !plain;
+    if (plain) {
+        msi_decide_plain(&m->graph, plain);
+        for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
+            for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+                f->moves |= plan->decisions[t].moves != 0;
+                f->rounds |= plan->decisions[t].format != m->graph.tensors.items[t].format;
+            }
+        }
+        msi_file_mark(f);
+        msi_file_head(f);
+        msi_put_plan(f, m->wrapped.largest, plain);
+        for (msi_plan *plan = m->run.plan; plan; plan = plan->next) {
+            if (plan != m->wrapped.largest) {
+                msi_put_plan(f, plan, plain);
+            }
+        }
+        msi_file_sum(f, f->is_short ? 0 : f->bytes.count);
+        msi_release(&m->config.allocator, plain, bytes);
+    }
+}
+
+static MSI_COLD void msi_drop_file(msi_saved_plans *f) {
+    if (f->model) {
+        MSI_LIST_FREE(uint8_t, &f->model->config.allocator, f->bytes);
+        MSI_LIST_FREE(double, &f->model->config.allocator, f->times);
+        memset(f, 0, sizeof *f);
+    }
+}
+
+/* The error of a file, if there is one. */
+static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
+    return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
+           : msi_is_sound_file(f)
+               ? MS_RESULT_OK
+               : (msi_fail)(f->model, MS_RESULT_INVALID,
+                            "%s: the plan does not fit: %s: save one of a model that is made and "
+                            "configured like this one",
+                            function, f->fault);
+}
+
+static MSI_COLD ms_result msi_save_plans(ms_model *m, const ms_sink *sink) {
+    msi_saved_plans f = MSI_ZERO_INIT;
+    ms_result result = msi_check_called(m, "ms_plan_save");
+    f.model = m;
+    if (result == MS_RESULT_OK && (!m->run.plan || m->wrapped.changed)) {
+        result =
+            (msi_fail)(m, MS_RESULT_ORDER, "ms_plan_save: call ms_wrap first%s",
+                       m->run.plan ? ": something was set since that asks for a new plan" : "");
+    }
+    MSI_DO(result, msi_put_file(&f));
+    MSI_THEN(result, msi_check_file(&f, "ms_plan_save"));
+    if (result == MS_RESULT_OK && sink->write(sink->user, f.bytes.items, f.bytes.count) != 0) {
+        result =
+            (msi_fail)(m, MS_RESULT_FILE, "ms_plan_save: the sink has failed to write %u bytes",
+                       (unsigned)f.bytes.count);
+    }
+    msi_drop_file(&f);
+    return result;
+}
+
+/* Keeps a file for the next ms_wrap. All that does not depend on the model must be right. */
+static MSI_COLD ms_result msi_load_plans(ms_model *m, const ms_source *source) {
+    const bool has_size = source->size >= MSI_PLAN_LEAST && source->size <= MSI_PLAN_MOST;
+    msi_saved_plans f = MSI_ZERO_INIT;
+    ms_result result = msi_check_called(m, "ms_plan_load");
+    f.model = m;
+    if (result == MS_RESULT_OK && !has_size) {
+        MSI_REFUSE_PLAN(&f, "%llu bytes are no plan", (unsigned long long)source->size);
+    } else if (result == MS_RESULT_OK) {
+        f.is_short = !MSI_RESERVE(uint8_t, &m->config.allocator, f.bytes, source->size);
+    }
+    if (result == MS_RESULT_OK && msi_is_sound_file(&f)) {
+        f.bytes.count = (uint32_t)source->size;
+        if (source->read(source->user, 0, f.bytes.items, f.bytes.count) != 0) {
+            result = (msi_fail)(m, MS_RESULT_FILE,
+                                "ms_plan_load: the source has failed to read %u bytes",
+                                (unsigned)f.bytes.count);
+        }
+        msi_file_mark(&f);
+        const uint64_t begin = f.at;
+        msi_file_sum(&f, f.bytes.count - MSI_PLAN_SUM_BYTES);
+        f.at = begin;
+        f.bytes.count -= MSI_PLAN_SUM_BYTES;
+    }
+    if (MSI_THEN(result, msi_check_file(&f, "ms_plan_load")) == MS_RESULT_OK) {
+        msi_drop_file(&m->loaded);
+        m->loaded = f;
+        m->wrapped.changed = true;
+    } else {
+        msi_drop_file(&f);
+    }
+    return result;
+}
+
+// ------------------------------------------------------------------------------------------------
 // >>plan  the life cycle of plans: for the largest sizes, and for others in the same arena
 
 static void msi_release_recordings(const ms_model *m, msi_plan *plan) {
@@ -22793,7 +23420,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->costs = &m->costs;
     s->store = store;
     s->allocator = &m->config.allocator;
-    s->checks_layouts = m->config.debug;
+    s->checks_layouts = msi_debugs(m);
     s->has_state_formats = m->config.backend.has_state_formats;
     s->lowering = lowering;
     s->program = &plan->train;
@@ -22806,7 +23433,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);
     lowering->costs = s->costs;
     lowering->evals = plan->evals;
-    lowering->repeating.is_checked = m->config.debug;
+    lowering->repeating.is_checked = msi_debugs(m);
     return there || msi_run_short(s, "the plan", msi_lowering_bytes(s->graph));
 }
 
@@ -22888,11 +23515,18 @@ static msi_shortage msi_fill_plan(ms_model *m, const msi_store *store, msi_plan 
         }
     }
     msi_find_times(m);
-    msi_solve(&s, request, plan);
-    if (msi_is_to_run(request, plan->arena_bytes) && !msi_is_short(&s)) {
+    if (m->loaded.is_open) {
+        msi_restore_plan(&m->loaded, &s, request->largest, plan);
+    } else {
+        msi_solve(&s, request, plan);
+    }
+    if (msi_is_sound_file(&m->loaded) && msi_is_to_run(request, plan->arena_bytes) &&
+        !msi_is_short(&s)) {
         msi_place_blocks(&s, &plan->train);
         msi_place_blocks(&s, &plan->eval);
-        msi_find_freed(&s, plan);
+        if (MSI_HAS_PLANNER) {
+            msi_find_freed(&s, plan);
+        }
         msi_resolve(store, &plan->train);
         msi_resolve(store, &plan->eval);
         msi_drop_needless(&s, &plan->train);
@@ -23079,7 +23713,8 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
                            largest, room, host_room,  msi_host_budget(m),
                            NULL};
     msi_fold fold;
-    const bool may_fold = !largest && goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
+    const bool may_fold = MSI_HAS_PLANNER && !m->loaded.is_open && !largest &&
+                          goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
     *made = NULL;
     ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
@@ -23109,7 +23744,8 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
 }
 
 /* Gives all residents the places that a plan has decided on, and room to its transient values. */
-static void msi_put_homes(msi_store *store, const msi_plan *plan) {
+static void msi_put_homes(msi_store *store, msi_plan *plan) {
+    plan->makes_room = true;
     store->resident_bytes = store->reserved_bytes;
     store->host_bytes = store->borrowed_bytes = 0;
     for (uint32_t k = 0; k < store->residents.count; k++) {
@@ -23136,9 +23772,69 @@ static void msi_put_homes(msi_store *store, const msi_plan *plan) {
                   MSI_LEAST_EVENTS, MSI_MOST_EVENTS);
 }
 
-/* Makes a store and the list of plans for the graph, which has been checked: the plan at the
-   present sizes, and the plan at the largest sizes after it, if these differ. If no plan fits the
-   budget, the smallest is made. */
+/* Moves the plan for these sizes to the head of a list; false if there is none. */
+static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
+    for (msi_plan **at = plans; *at; at = &(*at)->next) {
+        msi_plan *plan = *at;
+        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
+            *at = plan->next;
+            plan->next = *plans;
+            *plans = plan;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* The plan for the largest sizes, which a list has. */
+static msi_plan *msi_plan_at_largest(msi_plan *plans) {
+    while (!plans->makes_room) {
+        plans = plans->next;
+    }
+    return plans;
+}
+
+/* Makes all plans of the file that was loaded, the last first. The last is for the largest sizes, and tells
+   where all of them have what outlasts a step. */
+static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans) {
+    msi_saved_plans *f = &m->loaded;
+    const uint64_t budget = msi_budget(m), host_budget = msi_host_budget(m);
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t k = 0; k < f->plan_count && result == MS_RESULT_OK && msi_is_sound_file(f); k++) {
+        int64_t sizes[MS_LIMIT_AXES];
+        msi_plan *largest = *plans ? msi_plan_at_largest(*plans) : NULL, *plan = NULL;
+        msi_get_sizes(&m->graph, sizes);
+        if (largest) {
+            msi_file_sizes(f, sizes);
+        }
+        result = msi_plan_at(m, store, MSI_GOAL_BUDGET, largest ? sizes : NULL, largest, &plan);
+        if (plan && !largest && msi_is_sound_file(f)) {
+            msi_put_homes(store, plan);
+        }
+        if (plan) {
+            plan->next = *plans;
+            *plans = plan;
+            msi_file_programs(f, store, plan);
+        }
+    }
+    if (f->at != f->bytes.count) {
+        MSI_REFUSE_PLAN(f, "it has bytes after its last plan");
+    }
+    const uint64_t bytes = msi_room_of(store),
+                   host_bytes = store->host_bytes + store->host_transient_bytes;
+    MSI_THEN(result, msi_check_file(f, "ms_wrap"));
+    return result == MS_RESULT_OK && (bytes > budget || (host_bytes > host_budget && f->moves))
+               ? (msi_fail)(m, MS_RESULT_BUDGET,
+                            "the loaded plan needs %llu bytes and %llu on the host, the budgets "
+                            "are %llu and %llu: save a plan for these, or set larger ones",
+                            (unsigned long long)bytes, (unsigned long long)host_bytes,
+                            (unsigned long long)budget, (unsigned long long)host_budget)
+               : result;
+}
+
+/* Makes a store and the list of plans for the graph, which has been checked: those of the file that was
+   loaded, or else the plan at the largest sizes; and the plan at the present sizes before it, if these
+   differ and it is not there. If no plan fits the budget, the smallest is made. */
 static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     int64_t sizes[MS_LIMIT_AXES];
     const bool beyond = msi_is_beyond(&m->graph, NULL);
@@ -23148,16 +23844,27 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
         alone &= sizes[a] == msi_largest_size(&m->graph, a);
     }
     *plans = NULL;
-    ms_result result = msi_make_store(m, store);
-    MSI_THEN(result, msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
-                                 NULL, NULL, plans));
-    MSI_DO(result, msi_put_homes(*store, *plans));
-    for (uint32_t a = 0; a < MS_LIMIT_AXES && result == MS_RESULT_OK && beyond; a++) {
-        (*plans)->sizes[a] = -1; // its eval is for other sizes: it stands for no size
+    m->loaded.is_open = m->loaded.model && goal != MSI_GOAL_PLAIN;
+    if (m->loaded.is_open) { // it may say for which mode a store is made
+        msi_file_head(&m->loaded);
     }
-    if (result == MS_RESULT_OK && !alone) {
+    ms_result result = msi_make_store(m, store);
+    if (m->loaded.is_open) {
+        MSI_THEN(result, msi_take_plans(m, *store, plans));
+        msi_drop_file(&m->loaded);
+    } else {
+        MSI_THEN(result,
+                 msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
+                             NULL, NULL, plans));
+        MSI_DO(result, msi_put_homes(*store, *plans));
+    }
+    msi_plan *largest = result == MS_RESULT_OK ? msi_plan_at_largest(*plans) : NULL;
+    for (uint32_t a = 0; a < MS_LIMIT_AXES && largest && beyond; a++) {
+        largest->sizes[a] = -1; // its eval is for other sizes: it stands for no size
+    }
+    if (largest && !msi_find_plan(plans, sizes)) {
         msi_plan *now;
-        result = msi_plan_at(m, *store, goal, sizes, *plans, &now);
+        result = msi_plan_at(m, *store, goal, sizes, largest, &now);
         if (now) {
             now->next = *plans;
             *plans = now;
@@ -23176,10 +23883,6 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
 static void msi_plans_and_store_free(ms_model *m, msi_store *store, msi_plan *plans) {
     msi_plans_free(m, plans);
     msi_store_free(m, store);
-}
-
-static const msi_plan *msi_plan_at_largest(const msi_plan *plans) {
-    return plans->next ? plans->next : plans;
 }
 
 /* Plans that are tried for their sizes alone, at the sizes that are in force. */
@@ -23741,14 +24444,18 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 /* Checks the graph, then plans for the mode of the config or of the policy. The choice stays in
    force; after a failure the caller takes it back. */
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
-    const bool asks = m->config.auto_policy && goal != MSI_GOAL_PLAIN;
+    const bool plans_here = goal != MSI_GOAL_PLAIN && !m->loaded.model;
+    const bool asks = MSI_HAS_PLANNER && m->config.auto_policy && plans_here;
     ms_result result = msi_check_all(m, goal);
     if (result != MS_RESULT_OK) {
         return result;
     }
+    if (!MSI_HAS_PLANNER && plans_here) {
+        return msi_fail_unplanned(m, "ms_wrap");
+    }
     m->wrapped.choice = msi_config_choice(m);
     result = asks ? msi_ask_policy(m, goal, store, plans) : msi_make_plans(m, goal, store, plans);
-    if (result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && goal == MSI_GOAL_BUDGET) {
         const msi_plan *largest = msi_plan_at_largest(*plans);
         if (msi_room_of(*store) > largest->budget_bytes) {
             result = msi_no_fit(m, *store, largest);
@@ -28094,7 +28801,7 @@ static MSI_COLD void msi_keep_results(msi_trial *t) {
 /* The address on the stage of an operand of the callback that runs, and its format; NULL: none. */
 static void *msi_staged_address(const ms_model *m, uint32_t tensor, msi_role role,
                                 msi_format *format) {
-    const msi_debug *d = m->run.store ? m->run.store->debug : NULL;
+    const msi_debug *d = m->run.store && msi_debugs(m) ? m->run.store->debug : NULL;
     const msi_trial *t = d ? d->trial : NULL;
     const msi_staged_set set = t ? t->how.set : MSI_SET_OWN;
     if (!t || !t->is_acting) {
@@ -28604,7 +29311,7 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
 /* Debug mode: the stage, a copy of everything in memory, and what forward makes. */
 static MSI_COLD ms_result msi_alloc_debug(ms_model *m, msi_store *store) {
     const ms_allocator *a = &m->config.allocator;
-    if (!m->config.debug) {
+    if (!msi_debugs(m)) {
         return MS_RESULT_OK;
     }
     msi_debug *d = store->debug = (msi_debug *)msi_alloc_zeroed(a, sizeof *d);
@@ -28674,7 +29381,8 @@ static ms_result msi_make_timing(ms_model *m) {
 /* Whether the instructions that run now are timed. */
 static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
-    return t && (t->warmup == MSI_WARMUP_SAMPLE || t->warmup == MSI_WARMUP_SHOW) &&
+    return MSI_HAS_PLANNER && t &&
+           (t->warmup == MSI_WARMUP_SAMPLE || t->warmup == MSI_WARMUP_SHOW) &&
            r->program == &r->plan->train && !r->slices.is_open;
 }
 
@@ -28847,7 +29555,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     const ms_step_state *verdict = msi_verdict(m, false);
     if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE) {
         args.t -= msi_may_skip(m, m->run.store) ? verdict->skipped_steps : 0;
-        result = m->run.store->debug ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
+        result = msi_debugs(m) ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
     return result;
 }
@@ -29045,7 +29753,7 @@ static void msi_mark_operands(ms_model *m, const msi_program *p, uint32_t now, b
 }
 
 static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, uint32_t now) {
-    if (m->config.debug) {
+    if (msi_debugs(m)) {
         return msi_debug_layer(m, p, now);
     }
     const msi_instruction *i = &p->code.instructions.items[now];
@@ -29212,7 +29920,7 @@ static ms_result msi_check_swept(ms_model *m, const msi_program *p) {
 /* Begins a program at an instruction. `intact`: what those before it made is in the arena. */
 static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t position, bool intact) {
     const ms_backend *b = &m->config.backend;
-    if (m->run.store->debug) {
+    if (msi_debugs(m)) {
         msi_begin_debug(m, p);
     }
     msi_drop_step(&m->run);
@@ -29574,10 +30282,10 @@ static ms_result msi_finish_update(ms_model *m) {
     const uint64_t step = m->run.step;
     ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
     MSI_DO(result, msi_note_update(&m->run));
-    if (result == MS_RESULT_OK && m->run.store->debug) {
+    if (result == MS_RESULT_OK && msi_debugs(m)) {
         msi_watch_lent(m, true);
     }
-    if (result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && m->run.timing && !m->run.slices.is_open) {
         result = msi_doubt(m, msi_end_timing(m, timed));
     }
     return msi_count_success(m, result, step);
@@ -31174,20 +31882,6 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
     return result;
 }
 
-/* Moves the plan for these sizes to the head of a list; false if there is none. */
-static bool msi_find_plan(msi_plan **plans, const int64_t *sizes) {
-    for (msi_plan **at = plans; *at; at = &(*at)->next) {
-        msi_plan *plan = *at;
-        if (memcmp(plan->sizes, sizes, sizeof plan->sizes) == 0) {
-            *at = plan->next;
-            plan->next = *plans;
-            *plans = plan;
-            return true;
-        }
-    }
-    return false;
-}
-
 /* Takes up the plans that were kept for the present budget, if there are any, or stays with those
    that are in force if they are for it. */
 static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
@@ -31301,16 +31995,16 @@ static MSI_COLD void msi_log_long(const ms_model *m) {
 static ms_result msi_adopt_and_log(ms_model *m, msi_store *store, msi_plan *plans, msi_goal goal) {
     msi_review review;
     ms_result result = MS_RESULT_OK;
-    const bool is_new = store != m->run.store;
-    if (m->config.log && !msi_review_init(&review, m, store, plans)) {
+    const bool logs = MSI_HAS_PLANNER && m->config.log, is_new = store != m->run.store;
+    if (logs && !msi_review_init(&review, m, store, plans)) {
         result = msi_fail_memory(m, "the decisions", msi_review_bytes(&m->graph, plans));
     } else {
-        result = msi_adopt(m, store, plans, plans->next ? plans->next : plans, goal);
-        if (m->config.log && result == MS_RESULT_OK) {
+        result = msi_adopt(m, store, plans, msi_plan_at_largest(plans), goal);
+        if (logs && result == MS_RESULT_OK) {
             msi_log_decisions(m, &review);
             msi_log_long(m);
         }
-        if (m->config.log) {
+        if (logs) {
             msi_review_free(&review);
         }
     }
@@ -31432,15 +32126,13 @@ static ms_result msi_plan_again(ms_model *m) {
 /* Checks whether a training step may begin. Plans again first, if the last sample was taken. */
 static ms_result msi_begin_step(ms_model *m, const char *function) {
     ms_result result = msi_check_start(m, function, true);
-    if (result == MS_RESULT_OK && m->run.timing && m->run.timing->warmup == MSI_WARMUP_PLAN &&
-        m->run.micro == 0) {
+    if (MSI_HAS_PLANNER && result == MS_RESULT_OK && m->run.timing &&
+        m->run.timing->warmup == MSI_WARMUP_PLAN && m->run.micro == 0) {
         result = msi_plan_again(m);
         MSI_THEN(result, msi_check_ready(m, function));
     }
     return result;
 }
-
-enum { MSI_MAX_PLANS = 64 };
 
 /* Puts a plan at the head of the list. Frees the least recently used one if there are too many. */
 static void msi_add_plan(ms_model *m, msi_plan *plan) {
@@ -31603,6 +32295,7 @@ static MSI_COLD void msi_free_model(ms_model *m) {
     MSI_LIST_FREE(uint32_t, &allocator, g->masks);
     MSI_LIST_FREE(msi_param_group, &allocator, m->optimizers.groups);
     MSI_LIST_FREE(msi_extra, &allocator, m->extras);
+    msi_drop_file(&m->loaded);
     if (m->config.backend.close && !m->config.dry_run) {
         m->config.backend.close(m->device);
     }
@@ -34169,24 +34862,6 @@ static MSI_COLD void msi_report_peak(const ms_model *m, ms_memory_report *r) {
     r->peak_layer = msi_calls_layer((msi_op)i->op) ? msi_layer_name(&m->graph, i->target) : "";
 }
 
-static MSI_COLD uint64_t msi_hash_program(uint64_t hash, const msi_program *p,
-                                          uint32_t resident_count) {
-    hash = msi_mix_in(hash, p->code.instructions.count);
-    for (MSI_ITEMS(const msi_instruction, i, p->code.instructions)) {
-        const uint64_t head = (uint64_t)i->op << 16 | i->operand_count;
-        hash = msi_mix_in(hash, head << 32 | i->target);
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            const msi_operand *operand = &p->code.operands.items[i->operand_first + k];
-            hash = msi_mix_in(hash, (uint64_t)operand->accumulate << 32 | operand->range);
-        }
-    }
-    for (uint32_t k = resident_count; k < p->code.ranges.count; k++) {
-        hash = msi_mix_in(msi_mix_in(hash, p->code.ranges.items[k].bytes),
-                          p->code.ranges.items[k].offset);
-    }
-    return hash;
-}
-
 /* From indices, sizes and offsets, never from addresses, so that all processes agree. */
 static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *plan) {
     uint64_t hash =
@@ -34197,8 +34872,7 @@ static MSI_COLD uint64_t msi_hash_plan(const msi_store *store, const msi_plan *p
         hash = msi_mix_in(hash, (outside << 8 | (uint64_t)resident->role) << 32 | resident->tensor);
         hash = msi_mix_in(msi_mix_in(hash, resident->bytes), resident->offset);
     }
-    hash = msi_hash_program(hash, &plan->train, store->residents.count);
-    return msi_hash_program(hash, &plan->eval, store->residents.count);
+    return msi_hash_programs(hash, store, plan);
 }
 
 /* A walk through a program: what is live at each instruction, and when that runs. */
@@ -35211,9 +35885,22 @@ MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     }
     uint64_t least = 0;
     ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
-    MSI_THEN(result, msi_smallest_of_modes(model, &least));
+    MSI_THEN(result, MSI_HAS_PLANNER ? msi_smallest_of_modes(model, &least)
+                                     : msi_fail_unplanned(model, "ms_smallest_budget"));
     *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
+}
+
+MEMSCALE_API ms_result ms_plan_save(ms_model *model, const ms_sink *sink) {
+    return sink && sink->write
+               ? MSI_MADE(model, msi_save_plans(model, sink))
+               : msi_fail_argument(model, "ms_plan_save", "sink or its function is NULL");
+}
+
+MEMSCALE_API ms_result ms_plan_load(ms_model *model, const ms_source *source) {
+    return source && source->read
+               ? MSI_MADE(model, msi_load_plans(model, source))
+               : msi_fail_argument(model, "ms_plan_load", "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {

@@ -3,6 +3,8 @@
         build/examples/robot                     a minute of its time, in a few seconds
         build/examples/robot --state FILE        goes on with what it has learned before
         build/examples/robot --real              ticks are 5 ms apart
+        build/examples/robot --save-plan FILE    plans, saves the plan, and ends
+        build/examples/robot_board --plan FILE   trains by that plan, in a build without the planner
 
     The programs before this one train as fast as they can. Here training is the guest of a control
     loop: a step runs in time slices, nothing is taken from the heap, and no thread is started.
@@ -17,7 +19,11 @@
     the process kills itself) loses no more than that. A file that is damaged, or something else, is
     refused: the arm goes on with what it had, at the start and with --reload, which loads the file
     while the arm moves. Files are read and written by functions of its own, since those of the C
-    library take memory from the heap. */
+    library take memory from the heap.
+
+    --plan: the plan that another build of this program has saved, such as one on a PC; robot_board is built
+    with MEMSCALE_NO_PLANNER and has half of the code. Without a plan, or with one that does not fit, it
+    trains by the plain plan. */
 #define _POSIX_C_SOURCE 200809L
 #include <errno.h>
 #include <fcntl.h>
@@ -281,7 +287,56 @@ static float *param_values(learner *l, int k) {
     return k % 2 ? l->now.bias[k / 2] : l->now.weight[k / 2];
 }
 
-static void learner_create(learner *l, bool debug) {
+static int read_file(void *user, uint64_t offset, void *data, size_t bytes) {
+    const int file = *(const int *)user;
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t some =
+            pread(file, (unsigned char *)data + done, bytes - done, (off_t)(offset + done));
+        if (some <= 0) {
+            return -1;
+        }
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+static int write_file(void *user, const void *data, size_t bytes) {
+    const int file = *(const int *)user;
+    for (size_t done = 0; done < bytes;) {
+        const ssize_t some = write(file, (const unsigned char *)data + done, bytes - done);
+        if (some <= 0) {
+            return -1;
+        }
+        done += (size_t)some;
+    }
+    return 0;
+}
+
+/* Plans: by the plan in a file, if there is one; else with the planner; else as little as is possible. */
+static void make_plan(ms_model *m, const char *path) {
+    struct stat found;
+    int file = path ? open(path, O_RDONLY) : -1;
+    ms_result result = MS_RESULT_FILE;
+    if (path && (file < 0 || fstat(file, &found) != 0)) {
+        printf("plan: %s: %s\n", path, strerror(errno));
+    }
+    if (file >= 0) {
+        ms_source source;
+        source.read = read_file;
+        source.user = &file;
+        source.size = (uint64_t)found.st_size;
+        result = ms_plan_load(m, &source);
+        (void)close(file);
+        result = result == MS_RESULT_OK ? ms_wrap(m) : result;
+        printf("plan: %s\n", result == MS_RESULT_OK ? "loaded" : ms_last_error(m));
+    }
+    if (result != MS_RESULT_OK) {
+        result = ms_wrap(m);
+    }
+    check(m, result == MS_RESULT_UNSUPPORTED ? ms_detach(m) : result); // there is no planner
+}
+
+static void learner_create(learner *l, bool debug, const char *plan) {
     ms_config config;
     memset(&config, 0, sizeof config);
     memset(&host.first, 0, sizeof host.first);
@@ -332,7 +387,7 @@ static void learner_create(learner *l, bool debug) {
     ms_optimizer_desc adamw = ms_optimizer_defaults(MS_OPTIMIZER_ADAMW);
     adamw.learning_rate = 0.003f;
     ms_set_optimizer(m, &adamw);
-    check(m, ms_wrap(m));
+    make_plan(m, plan);
     check(m, ms_save_extra(m, "experience", &l->past, sizeof l->past));
     for (int i = 0; i < LAYERS; i++) { // the last layer begins with 0: no torque
         for (int k = 0; k < widths[i] * widths[i + 1] && i < LAYERS - 1; k++) {
@@ -346,31 +401,6 @@ static void take_params(learner *l) {
     for (int k = 0; k < PARAMS; k++) {
         check(l->model, ms_read(l->model, l->param[k], param_values(l, k)));
     }
-}
-
-static int read_file(void *user, uint64_t offset, void *data, size_t bytes) {
-    const int file = *(const int *)user;
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t some =
-            pread(file, (unsigned char *)data + done, bytes - done, (off_t)(offset + done));
-        if (some <= 0) {
-            return -1;
-        }
-        done += (size_t)some;
-    }
-    return 0;
-}
-
-static int write_file(void *user, const void *data, size_t bytes) {
-    const int file = *(const int *)user;
-    for (size_t done = 0; done < bytes;) {
-        const ssize_t some = write(file, (const unsigned char *)data + done, bytes - done);
-        if (some <= 0) {
-            return -1;
-        }
-        done += (size_t)some;
-    }
-    return 0;
 }
 
 /* Loads what was saved, between steps. False: there is no file, or it is refused, and model, experience
@@ -411,6 +441,17 @@ static void save_state(learner *l, const char *path) {
     if (file < 0 || close(file) != 0 || !is_there || rename(beside, path) != 0) {
         printf("state: not saved, %s\n",
                file >= 0 && !is_written ? ms_last_error(l->model) : strerror(errno));
+    }
+}
+
+static void save_plan(ms_model *m, const char *path) {
+    int file = open(path, O_WRONLY | O_CREAT | O_TRUNC, 0644);
+    ms_sink sink;
+    sink.write = write_file;
+    sink.user = &file;
+    check(m, file < 0 ? MS_RESULT_OK : ms_plan_save(m, &sink));
+    if (file < 0 || close(file) != 0) {
+        stop(strerror(errno));
     }
 }
 
@@ -517,17 +558,19 @@ static double control(learner *l, arm *a, double t) {
 typedef struct settings {
     float seconds, die, reload;
     int64_t slice_us;
-    const char *path;
+    const char *path, *plan, *save_plan;
     bool real, debug;
 } settings;
 
 static settings parse_options(int argc, char **argv) {
-    settings o = {60.0f, 0.0f, 0.0f, 2000, NULL, false, false};
+    settings o = {60.0f, 0.0f, 0.0f, 2000, NULL, NULL, NULL, false, false};
     const option_spec specs[] = {
         {"--seconds", "S", OPTION_REAL, &o.seconds, "that it moves"},
         {"--slice", "US", OPTION_COUNT, &o.slice_us, "microseconds of training in a tick"},
         {"--state", "FILE", OPTION_TEXT, &o.path,
          "load what it has learned from there, and save it there every 5 s"},
+        {"--plan", "FILE", OPTION_TEXT, &o.plan, "train by the plan in this file"},
+        {"--save-plan", "FILE", OPTION_TEXT, &o.save_plan, "save the plan to this file, and end"},
         {"--reload", "S", OPTION_REAL, &o.reload, "load that file once more after S seconds"},
         {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
         {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},
@@ -556,7 +599,12 @@ int main(int argc, char **argv) {
     learner *l = &the_learner;
     arm a = {{0.0, 0.0}, {0.0, 0.0}};
     (void)setvbuf(stdout, out, _IOLBF, sizeof out); // printf takes no memory either
-    learner_create(l, o.debug);
+    learner_create(l, o.debug, o.plan);
+    if (o.save_plan) {
+        save_plan(l->model, o.save_plan);
+        ms_destroy(l->model);
+        return 0;
+    }
     if (!load_state(l, o.path)) {
         for (int k = 0; k < PARAMS; k++) {
             check(l->model, ms_write(l->model, l->param[k], param_values(l, k)));

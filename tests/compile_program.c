@@ -75,7 +75,12 @@ int main(void) {
     const float one = 1.0f;
     double first = 0.0, last = 0.0;
     bool good = ms_write(model, target, &one) == MS_RESULT_OK;
+#ifdef MEMSCALE_NO_PLANNER // nothing is loaded, so there is the plain plan alone
+    good = good && ms_wrap(model) == MS_RESULT_UNSUPPORTED && ms_detach(model) == MS_RESULT_OK;
+    for (int once = 1; once > 0; --once) {
+#else
     MS_OPTIMIZE(model) {
+#endif
         good = good && ms_step(model, &first) == MS_RESULT_OK;
         for (int step = 1; step < 10; ++step) {
             good = good && ms_step(model, &last) == MS_RESULT_OK;

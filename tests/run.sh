@@ -110,6 +110,17 @@ run_test_with() { # FLAGS SOURCE
         "$program"
 }
 
+# Plans that a build with the planner saves are loaded by one without it, which trains to the same bits.
+check_unplanned() {
+    local flags
+    export MEMSCALE_TEST_PLANS=$checks/plans
+    mkdir -p $MEMSCALE_TEST_PLANS
+    run_test quick build/quick/tests/test_saved_plans || return 1
+    for flags in '' -DMEMSCALE_NO_SYSTEM; do
+        run_test_with "-march=native -DMEMSCALE_NO_PLANNER $flags" tests/test_saved_plans.c || return 1
+    done
+}
+
 # One cell of the compile matrix: a program builds without a warning, and does what it should.
 cell() { # COMPILER ARGUMENTS
     need "$1"
@@ -252,6 +263,11 @@ check_robot() {
     "$program" --seconds 4.9 --state "$state" --reload 3 > "$output.3" && cmp "$state.random" "$state" &&
         [ "$(grep -c 'state: refused' "$output.3")" -eq 2 ] &&
         awk '$2 == "s:" { exit !($4 < 0.4 && $6 > 50) }' "$output.3" || { cat "$output.3"; return 1; }
+    "$program" --save-plan "$state.plan" && build release build/examples/robot_board &&
+        build/examples/robot_board --seconds 5 --plan "$state.plan" > "$output.4" &&
+        grep -q 'plan: loaded' "$output.4" && printf x >> "$state.plan" &&
+        build/examples/robot_board --seconds 1 --plan "$state.plan" > "$output.5" &&
+        grep -q 'plan: .*damaged' "$output.5" || { cat "$output.4" "$output.5"; return 1; }
 }
 
 # A run that is interrupted after some steps and resumed prints the losses of one that is not, and saves
@@ -644,7 +660,7 @@ check_transformers() {
 }
 
 export -f check_transformers
-export -f skip need build run_test run_threads run_corpus run_program run_test_with compile
+export -f skip need build run_test run_threads run_corpus run_program run_test_with compile check_unplanned
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_half check_finetune check_lending check_state check_page
@@ -691,6 +707,7 @@ done
 check quick 'test_formats, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_formats.c'
 check quick 'test_slices, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYSTEM tests/test_slices.c'
 check broad 'test_elastic, MEMSCALE_NO_SYSTEM' 'run_test_with -DMEMSCALE_NO_SYSTEM tests/test_elastic.c'
+check quick 'test_saved_plans, MEMSCALE_NO_PLANNER' check_unplanned
 check broad 'test_profile, MEMSCALE_NO_STDIO' 'run_test_with -DMEMSCALE_NO_STDIO tests/test_profile.c'
 check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/test_threads'
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
@@ -792,6 +809,9 @@ for compiler in gcc clang g++ clang++; do
     check full 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
     check broad 'MEMSCALE_NO_STDIO' "$plain $body -DMEMSCALE_NO_STDIO $program"
     check broad 'MEMSCALE_NO_SYSTEM' "$plain $body -DMEMSCALE_NO_SYSTEM $program"
+    for also in '' -DMEMSCALE_NO_STDIO -DMEMSCALE_NO_SYSTEM -DMEMSCALE_STATIC; do
+        check broad "MEMSCALE_NO_PLANNER $also" "$plain $body -DMEMSCALE_NO_PLANNER $also $program"
+    done
     check $tier 'examples and benchmarks' "cell_sources $compiler"
     check broad "one translation unit, ${newest^^}" "cell_newest $compiler $newest $program $cuda"
     check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c examples/*/main.c bench/*.c"
@@ -855,6 +875,7 @@ check quick 'imports' 'imports "" "clock_gettime fopen vsnprintf"'
 check broad 'imports with MEMSCALE_ASSERT' 'imports "-include tests/asserts.h" __assert_fail'
 check quick 'imports with MEMSCALE_NO_STDIO' 'imports -DMEMSCALE_NO_STDIO clock_gettime'
 check quick 'imports with MEMSCALE_NO_SYSTEM' 'imports -DMEMSCALE_NO_SYSTEM memcpy'
+check broad 'imports with MEMSCALE_NO_PLANNER' 'imports -DMEMSCALE_NO_PLANNER "clock_gettime fopen vsnprintf"'
 check broad 'imports with MEMSCALE_CBLAS' \
     '[ -n "$CBLAS" ] || skip "no CBLAS"; imports -DMEMSCALE_CBLAS cblas_sgemm'
 check broad 'neither planning nor a step is compiled as cold' check_cold

@@ -37,9 +37,9 @@ typedef struct event {
     uint32_t micros; // fewer than micro_count: ms_update ends the step early
     float spike;     // the input of the last micro-batch is multiplied by it
     float factor;    // of the gradients; 0: none
-    uint32_t when;   // it is given: before the step, before its last micro-batch, inside it, after it
-    bool asks;       // for the norm, before the update
-    bool drops;      // goes on with another batch instead of the first one's update
+    uint32_t when; // it is given: before the step, before its last micro-batch, inside it, after it
+    bool asks;     // for the norm, before the update
+    bool drops;    // goes on with another batch instead of the first one's update
     int32_t pauses, resumes, rated; // a param, a param, a group; -1: none
     float rate;
 } event;
