@@ -87,7 +87,7 @@ struct trainer {
     int64_t held_out;          // number of the next window that is held out; -1 in training
     uint64_t free_bytes;       // of the device, before the training
     uint64_t random;
-    double loss; // running mean of those that were read
+    double loss; // running mean of those that were read, over about ten steps or the last of more
     bool has_loss;
     double seconds; // that the run has taken, where --seconds limits that
 };
@@ -786,7 +786,8 @@ static int train_step(trainer *t, progress *p, bool reads) {
         sum += loss / (double)batches;
     }
     if (reads) {
-        t->loss = t->has_loss ? 0.9 * t->loss + 0.1 * sum : sum;
+        const double old = t->has_loss ? pow(0.9, (double)t->options.every) : 0.0;
+        t->loss = old * t->loss + (1.0 - old) * sum;
         t->has_loss = true;
     }
     p->step++;
