@@ -2807,9 +2807,8 @@ MSI_HD float msi_units_of_rank(uint32_t rank) {
     return power * (36.0f * y + (18.0f - 32.0f * parts)); // sums of small whole numbers: exact
 }
 
-/* The values of codes in a block of this scale, with unit = scale * MSI_UNIT_SIGNED (or
-   MSI_UNIT_UNSIGNED). Code 255 is the scale itself, exactly, so what was decoded has the same scale
-   when it is encoded again. */
+/* The values of codes in a block of this scale, with unit = scale * MSI_UNIT_SIGNED (or _UNSIGNED).
+   Code 255 is the scale itself, exactly, so what was decoded has the same scale when encoded again. */
 MSI_HD float msi_signed_value(uint8_t code, float scale, float unit) {
     const uint32_t number = (uint32_t)code - MSI_SIGNED_ZERO, sign = msi_mask(code < 127);
     const uint32_t rank = (number ^ sign) - sign;
@@ -3375,8 +3374,7 @@ static inline bool msi_mounts_groups(char *line, int version, char **root, char 
                : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
 }
 
-/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
-   known, as in some containers. */
+/* The path of a cgroup below a mount of the cgroup `root`; "", the mount, if not known (containers). */
 static inline const char *msi_below_mount(const char *root, const char *path) {
     const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
     const bool inside =
@@ -3612,8 +3610,7 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
 /* The step of Muon. */
 MSI_HD float msi_momentum_element(const ms_update_factors *f, float value, float gradient,
                                   float *momentum, float *none) {
-    (void)value;
-    (void)none;
+    (void)value, (void)none;
     if (momentum) {
         *momentum = MSI_FMA(f->beta1, *momentum, gradient);
         return MSI_FMA(f->beta1, *momentum, gradient);
@@ -3657,10 +3654,7 @@ MSI_HD float msi_lion_element(const ms_update_factors *f, float value, float gra
 #define MSI_X(constant, name, result)                                                              \
     MSI_HD float msi_##name##_element(const ms_update_factors *f, float value, float gradient,     \
                                       float *none, float *neither) {                               \
-        (void)f;                                                                                   \
-        (void)value;                                                                               \
-        (void)none;                                                                                \
-        (void)neither;                                                                             \
+        (void)f, (void)value, (void)none, (void)neither;                                           \
         return result;                                                                             \
     }
 MSI_STEPS(MSI_X)
@@ -7924,36 +7918,43 @@ typedef struct msi_jobs {
     const ms_parallel *parallel;
 } msi_jobs;
 
-/* Functions of the table in which threads share the work: for any state, and for that one. */
+/* The functions of the table: those that one thread runs; in which threads share the work; and those
+   of copy streams, with a state of their own. */
+#define MSI_CPU_ALONE(X)                                                                           \
+    X(memory_alloc)                                                                                \
+    X(memory_release)                                                                              \
+    X(memory_resize)                                                                               \
+    X(fill_f32) X(scale_f32) X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware)
+#define MSI_CPU_SHARED(X) X(copy) X(fill_bytes) X(add) X(cast) X(update) X(gemm)
+#define MSI_CPU_STREAMS(X)                                                                         \
+    X(open)                                                                                        \
+    X(close)                                                                                       \
+    X(prepare) X(copy_in) X(copy_out) X(synchronize) X(record) X(wait) X(wait_on_host) X(query)
+
+/* Those that share the work: for any state, and for one with a job system. */
 #define MSI_SHARED_WORK(name, jobs)                                                                \
     static int msi_##name##_copy(void *state, void *target, const void *source, uint64_t bytes) {  \
-        (void)state;                                                                               \
         return msi_bytes_for(jobs, target, source, 0, bytes);                                      \
     }                                                                                              \
     static int msi_##name##_fill_bytes(void *state, void *target, uint8_t value, uint64_t bytes) { \
-        (void)state;                                                                               \
         return msi_bytes_for(jobs, target, NULL, value, bytes);                                    \
     }                                                                                              \
     static int msi_##name##_add(void *state, void *target, ms_dtype to, const void *source,        \
                                 ms_dtype from, uint64_t count) {                                   \
-        (void)state;                                                                               \
         return msi_elements_for(jobs, target, to, source, from, count, true);                      \
     }                                                                                              \
     static int msi_##name##_cast(void *state, void *target, ms_dtype to, const void *source,       \
                                  ms_dtype from, uint64_t count) {                                  \
-        (void)state;                                                                               \
         return msi_elements_for(jobs, target, to, source, from, count, false);                     \
     }                                                                                              \
     static int msi_##name##_update(void *state, const ms_update_args *args) {                      \
-        (void)state;                                                                               \
         return msi_update_for(jobs, args);                                                         \
     }                                                                                              \
     static int msi_##name##_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, \
                                  float beta, const ms_matrix *c) {                                 \
-        (void)state;                                                                               \
         return msi_gemm_for(jobs, alpha, a, b, beta, c);                                           \
     }
-MSI_SHARED_WORK(cpu, NULL)
+MSI_SHARED_WORK(cpu, ((void)state, (const ms_parallel *)NULL))
 MSI_SHARED_WORK(jobs, ((const msi_jobs *)state)->parallel)
 
 /* The table without copy streams: every function takes any state. */
@@ -7961,24 +7962,13 @@ static ms_backend msi_cpu_table(void) {
     ms_backend b = MSI_ZERO_INIT;
     b.size = sizeof b;
     b.name = "cpu";
-    b.memory_alloc = msi_cpu_memory_alloc;
-    b.memory_release = msi_cpu_memory_release;
-    b.memory_resize = msi_cpu_memory_resize;
     b.device_is_host = true;
     b.has_state_formats = b.has_update_steps = true;
-    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
-    b.fill_bytes = msi_cpu_fill_bytes;
-    b.fill_f32 = msi_cpu_fill_f32;
-    b.add = msi_cpu_add;
-    b.cast = msi_cpu_cast;
-    b.loss = msi_cpu_loss;
-    b.scale_f32 = msi_cpu_scale_f32;
-    b.add_squares = msi_cpu_add_squares;
-    b.clip_scale = msi_cpu_clip_scale;
-    b.update = msi_cpu_update;
-    b.factor = msi_cpu_factor;
-    b.gemm = msi_cpu_gemm;
-    b.hardware = msi_cpu_hardware;
+#define MSI_X(function) b.function = msi_cpu_##function;
+    MSI_CPU_ALONE(MSI_X)
+    MSI_CPU_SHARED(MSI_X)
+#undef MSI_X
+    b.copy_in = b.copy_out = b.copy;
     return b;
 }
 
@@ -8002,12 +7992,10 @@ static MSI_COLD ms_backend msi_jobs_table(void) {
     ms_backend b = msi_cpu_table();
     b.open = msi_jobs_open;
     b.close = msi_jobs_close;
-    b.copy_in = b.copy_out = b.copy = msi_jobs_copy;
-    b.fill_bytes = msi_jobs_fill_bytes;
-    b.add = msi_jobs_add;
-    b.cast = msi_jobs_cast;
-    b.update = msi_jobs_update;
-    b.gemm = msi_jobs_gemm;
+#define MSI_X(function) b.function = msi_jobs_##function;
+    MSI_CPU_SHARED(MSI_X)
+#undef MSI_X
+    b.copy_in = b.copy_out = b.copy;
     return b;
 }
 
@@ -8015,16 +8003,9 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
     ms_backend b = msi_cpu_table();
 #ifdef MSI_THREADS
     b.has_copy_streams = true;
-    b.open = msi_cpu_open;
-    b.close = msi_cpu_close;
-    b.prepare = msi_cpu_prepare;
-    b.copy_in = msi_cpu_copy_in;
-    b.copy_out = msi_cpu_copy_out;
-    b.synchronize = msi_cpu_synchronize;
-    b.record = msi_cpu_record;
-    b.wait = msi_cpu_wait;
-    b.wait_on_host = msi_cpu_wait_on_host;
-    b.query = msi_cpu_query;
+#define MSI_X(function) b.function = msi_cpu_##function;
+    MSI_CPU_STREAMS(MSI_X)
+#undef MSI_X
 #endif
     return b;
 }
@@ -9609,8 +9590,7 @@ typedef struct msi_tiling {
     bool keeps; // in a set of a search: what this group alone uses is not dropped from the start
 } msi_tiling;
 
-/* The rows of the layer that has the most in a group; tiles have a multiple of *unit of them. 0:
-   the layers cannot be cut alike. */
+/* The most rows of a layer in a group; tiles have a multiple of *unit. 0: it cannot be cut alike. */
 static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end, uint64_t *unit) {
     uint64_t rows = 1;
     *unit = 1;
@@ -9688,8 +9668,7 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* The least multiple of `unit` rows that takes a multiple of MSI_ALIGNMENT bytes in every operand
-   that is cut, in 16 bits too. */
+/* The least multiple of `unit` rows with aligned bytes in every operand that is cut, in 16 bits too. */
 static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
                                  uint64_t unit) {
     uint64_t times = 1;
@@ -12160,8 +12139,7 @@ typedef struct msi_param_update {
     bool moves; // an operand is copied
 } msi_param_update;
 
-/* Where values are at this point of the program: live ranges, or MSI_NONE. All these lists are one
-   array of words, in this order. */
+/* Where values are at this point of the program: live ranges, or MSI_NONE. One array, in this order. */
 typedef struct msi_whereabouts {
     uint32_t *snapshot;      // per operand of the graph: a copy of that state
     uint32_t *value;         // per tensor: what holds its value
@@ -12211,9 +12189,8 @@ typedef struct msi_repeating {
 
 /* The operands of the next call of a layer. */
 typedef struct msi_next_call {
-    uint32_t
-        slots[MSI_MAX_VALUES + MSI_MAX_SLOTS]; // live ranges of its values, then of grad_out; or
-                                               // MSI_UNSET
+    /* Live ranges of its values, then of grad_out; or MSI_UNSET. */
+    uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
     msi_result_cast casts[2 * MSI_MAX_SLOTS];
@@ -12790,8 +12767,7 @@ static uint64_t msi_pair_bytes(const msi_graph *g, const msi_program *p, const m
     return msi_operand_bytes(g, p, i, 2 * pair + (is_whole && msi_has_pairs((msi_op)i->op)));
 }
 
-/* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
-   both are one copy of the backend. */
+/* Whether a pair of a copy lies right after the one before at both ends: then both are one copy. */
 static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32_t pair) {
     const msi_operand *ends = p->code.operands.items + i->operand_first + 2 * pair;
     const uint32_t end = p->code.ranges.items[ends[0].range].on_host ? 1 : 0; // on the device
@@ -12800,8 +12776,7 @@ static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
-/* Bytes of the state and scratch memory that an update reads and writes, or only of the state which it
-   uses on the host. */
+/* Bytes of state and scratch memory that an update reads and writes, or of state on the host. */
 static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
@@ -17223,11 +17198,11 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
     const uint64_t events = MSI_ISSUED_COUNT * (uint64_t)p->code.event_count;
-    if (p->out_of_memory ||
-        !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
-                     2 * (p->code.instructions.count + 1ull)) ||
-        !MSI_RESERVE(double, allocator, p->predicted.event_us, events)) {
-        p->out_of_memory = true;
+    p->out_of_memory = p->out_of_memory ||
+                       !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
+                                    2 * (p->code.instructions.count + 1ull)) ||
+                       !MSI_RESERVE(double, allocator, p->predicted.event_us, events);
+    if (p->out_of_memory) {
         return;
     }
     p->predicted.event_us.count = (uint32_t)events;
@@ -24237,8 +24212,7 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     }
 }
 
-/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is, except for the
-   techniques of its choice. */
+/* The error where no plan fits; `smallest` comes nearest. Changes only the techniques of the choice. */
 static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                                      const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
@@ -25809,8 +25783,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     MSI_THEN(result, MSI_DEVICE(m, clip_scale, "clip", norms, limits, o->norm_count,
                                 msi_state_on_device(m, false), msi_factors_on_device(store),
                                 store->factor_count));
-    if (!msi_takes_norm(o) &&
-        b->is_asynchronous) { // the verdict of the next step tells of too many overflows
+    if (!msi_takes_norm(o) && b->is_asynchronous) { // the next verdict tells of too many overflows
         return result;
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
@@ -25910,11 +25883,9 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->model = m;
     call->phase = msi_ops[i->op].phase;
     call->dtype = msi_dtype_of((msi_format)i->format);
-    call->in = m->views.of[MSI_GROUP_IN];
-    call->out = m->views.of[MSI_GROUP_OUT];
-    call->saved = m->views.of[MSI_GROUP_SAVED];
-    call->param = m->views.of[MSI_GROUP_PARAM];
-    call->state = m->views.of[MSI_GROUP_STATE];
+#define MSI_X(group, field, limit) call->field = m->views.of[group];
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
     call->grad_out = m->views.of[MSI_GROUP_GRAD_OUT];
     call->grad_in = m->views.of[MSI_GROUP_GRAD_IN];
     call->grad_param = m->views.of[MSI_GROUP_GRAD_PARAM];
@@ -26034,11 +26005,8 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
-    bool is = false;
-#define MSI_X(name, small, type, as, ...) is |= dtype == (as);
-    MSI_CALL_FORMATS(MSI_X)
-#undef MSI_X
-    return is;
+    return (unsigned)dtype < MS_DTYPE_COUNT &&
+           (dtype == MS_DTYPE_F32 || (MSI_NARROW_DTYPES >> dtype & 1));
 }
 
 static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, float beta,
@@ -26437,8 +26405,7 @@ static MSI_COLD msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     return extent;
 }
 
-/* Saves everything that is in memory to the shadow, or restores it. Goes on after an error, so that
-   as much as possible is restored. */
+/* Saves all that is in memory to the shadow, or restores it: after an error, as much as possible. */
 static MSI_COLD ms_result msi_shadow_all(ms_model *m, bool restore) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
@@ -26466,8 +26433,7 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Whether an element has all bits set, or is an element of 16 bits with all bits set as F32: no
-   layer writes such a number. */
+/* Whether an element has all bits set, as it is or as 16 bits in F32: no layer writes such a number. */
 static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
     uint32_t word = 0;
     if (dtype != MS_DTYPE_F32) {
@@ -29416,8 +29382,7 @@ static void msi_learn_times(ms_model *m) {
         l->measured = time;
         l->measured_elements = elements;
     }
-    for (uint32_t k = 0; k < p->code.instructions.count;
-         k++) { // what is kept is that of calls in F32
+    for (uint32_t k = 0; k < p->code.instructions.count; k++) { // what is kept is of calls in F32
         const msi_instruction *i = &p->code.instructions.items[k];
         const bool is_first = i->op == MSI_OP_FORWARD && i->rows.begin == 0; // of the tiles
         if (is_first && i->format != MSI_FORMAT_F32) {
@@ -30446,8 +30411,7 @@ static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
     const bool goes_on = s->is_open && !m->run.busy && !m->run.visits;
-    if (goes_on &&
-        msi_is_suspended(m)) { // to undo old state takes instructions, and these a device
+    if (goes_on && msi_is_suspended(m)) { // undoing old state takes instructions, these a device
         const ms_result ended = m->run.state_is_old ? MS_RESULT_OK : msi_check_cancel(m);
         return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : msi_abandon(m, ended);
     }
@@ -32398,8 +32362,7 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     }
     w.keeps_gradients = true;
     msi_decide_plain(&m->graph, plan->decisions);
-    for (uint32_t t = 0; t < m->graph.tensors.count;
-         t++) { // one store has the homes of both passes
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // one store has both passes' homes
         const msi_tensor_decision *of = &m->run.plan->decisions[t];
         msi_tensor_decision *d = &plan->decisions[t];
         const msi_tensor *tensor = &m->graph.tensors.items[t];
@@ -32783,8 +32746,7 @@ typedef struct msi_finds {
     bool in_loss;
 } msi_finds;
 
-/* Looks at the operands of a layer's instruction: before it runs at what it reads of residents,
-   after it at what it has made. */
+/* Looks at what a layer's instruction reads of residents, before it runs, or has made, after that. */
 static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f, uint32_t now,
                                                bool after) {
     const ms_model *m = v->model;
