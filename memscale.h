@@ -802,14 +802,12 @@ typedef struct ms_prepare_args {
     uint64_t workspace_bytes;
 } ms_prepare_args;
 
-/* The error number of a function of a backend that lacks memory of the host. */
-enum { MS_BACKEND_OUT_OF_MEMORY = INT32_MIN };
-
-/* That of memory_resize where it cannot resize this memory at all. */
-enum { MS_BACKEND_UNSUPPORTED = INT32_MIN + 1 };
-
-/* The events with numbers below this are those that ms_backend.elapsed is asked about. */
-enum { MS_BACKEND_TIMED_EVENTS = 16 };
+/* Error numbers of backends, and the number below which ms_backend.elapsed is asked about events. */
+enum {
+    MS_BACKEND_OUT_OF_MEMORY = INT32_MIN,   // a function lacks memory of the host
+    MS_BACKEND_UNSUPPORTED = INT32_MIN + 1, // memory_resize cannot resize this memory at all
+    MS_BACKEND_TIMED_EVENTS = 16
+};
 
 /* Everything that touches device memory. Functions return 0, MS_BACKEND_OUT_OF_MEMORY or an error
    number of the backend's own. Device pointers from the library are aligned to at least 64 bytes.
@@ -6810,11 +6808,14 @@ static void msi_store_state(void *state, msi_format format, bool is_signed, uint
         msi_store_floats(state, msi_dtype_of(format), at, count, from);
         return;
     }
-    for (int i = 0; i < count; i++) {
-        const uint64_t number = at + (uint64_t)i;
-        msi_store_at_random(state, msi_dtype_of(format), number, from[i],
-                            msi_random(*key, first + number));
+#define MSI_X(name, small, type, ...)                                                              \
+    for (int i = 0; i < count && format == MSI_FORMAT_##name; i++) {                               \
+        const uint64_t number = at + (uint64_t)i;                                                  \
+        ((type *)state)[number] =                                                                  \
+            msi_##small##_at_random(from[i], msi_random(*key, first + number));                    \
     }
+    MSI_CALL_FORMATS(MSI_X)
+#undef MSI_X
 }
 
 typedef struct msi_wide_waiting msi_wide_waiting; // of wide updates only
