@@ -802,14 +802,12 @@ typedef struct ms_prepare_args {
     uint64_t workspace_bytes;
 } ms_prepare_args;
 
-/* The error number of a function of a backend that lacks memory of the host. */
-enum { MS_BACKEND_OUT_OF_MEMORY = INT32_MIN };
-
-/* That of memory_resize where it cannot resize this memory at all. */
-enum { MS_BACKEND_UNSUPPORTED = INT32_MIN + 1 };
-
-/* The events with numbers below this are those that ms_backend.elapsed is asked about. */
-enum { MS_BACKEND_TIMED_EVENTS = 16 };
+/* Error numbers of backends, and the number below which ms_backend.elapsed is asked about events. */
+enum {
+    MS_BACKEND_OUT_OF_MEMORY = INT32_MIN,   // a function lacks memory of the host
+    MS_BACKEND_UNSUPPORTED = INT32_MIN + 1, // memory_resize cannot resize this memory at all
+    MS_BACKEND_TIMED_EVENTS = 16
+};
 
 /* Everything that touches device memory. Functions return 0, MS_BACKEND_OUT_OF_MEMORY or an error
    number of the backend's own. Device pointers from the library are aligned to at least 64 bytes.
@@ -2807,9 +2805,8 @@ MSI_HD float msi_units_of_rank(uint32_t rank) {
     return power * (36.0f * y + (18.0f - 32.0f * parts)); // sums of small whole numbers: exact
 }
 
-/* The values of codes in a block of this scale, with unit = scale * MSI_UNIT_SIGNED (or
-   MSI_UNIT_UNSIGNED). Code 255 is the scale itself, exactly, so what was decoded has the same scale
-   when it is encoded again. */
+/* The values of codes in a block of this scale, with unit = scale * MSI_UNIT_SIGNED (or _UNSIGNED).
+   Code 255 is the scale itself, exactly, so what was decoded has the same scale when encoded again. */
 MSI_HD float msi_signed_value(uint8_t code, float scale, float unit) {
     const uint32_t number = (uint32_t)code - MSI_SIGNED_ZERO, sign = msi_mask(code < 127);
     const uint32_t rank = (number ^ sign) - sign;
@@ -3375,8 +3372,7 @@ static inline bool msi_mounts_groups(char *line, int version, char **root, char 
                : strcmp(type, "cgroup") == 0 && msi_lists(options, strlen(options), "memory");
 }
 
-/* The path of a cgroup below a mount of the cgroup `root`; "", the mount itself, where that is not
-   known, as in some containers. */
+/* The path of a cgroup below a mount of the cgroup `root`; "", the mount, if not known (containers). */
 static inline const char *msi_below_mount(const char *root, const char *path) {
     const size_t length = strcmp(root, "/") == 0 ? 0 : strlen(root);
     const bool inside =
@@ -3505,8 +3501,8 @@ typedef struct msi_optimizer {
 
 enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1, MSI_FLOATS = 3, MSI_ONLY_F32 = 1 };
 
-/* Updates of one element at a time. Columns: the constant; the name, as in msi_NAME_element and, of
-   those with state, msi_wide_NAME; the fields of msi_optimizer after the first. */
+/* Updates of one element at a time, with state. Columns: the constant; the name, as in msi_NAME_element
+   and msi_wide_NAME; the fields of msi_optimizer after the first. */
 #define MSI_UPDATES_WITH_STATE(X)                                                                  \
     X(MS_OPTIMIZER_ADAMW, adamw, 2, 1 << 1, MSI_ANY_FORMAT, false, false, true, true, 1e-3f, 0.0f, \
       0.9f, 0.999f, 1e-8f)                                                                         \
@@ -3517,14 +3513,16 @@ enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1, MSI_FLOATS = 3, MSI_ON
     X(MS_OPTIMIZER_NESTEROV, nesterov, 1, 0, MSI_ANY_FORMAT, false, true, false, false, 1e-3f,     \
       0.9f, 0.9f, 0.999f, 1e-8f)                                                                   \
     X(MS_UPDATE_MOMENTUM, momentum, 1, 0, MSI_FLOATS, false, true, false, false, 0, 0, 0, 0, 0)
-#define MSI_UPDATES_WITHOUT(X)                                                                     \
-    X(MS_UPDATE_APPLY, apply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
-    X(MS_UPDATE_SQUARE, square, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)     \
-    X(MS_UPDATE_BLEND, blend, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)       \
-    X(MS_UPDATE_ROOT, root, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)         \
-    X(MS_UPDATE_MULTIPLY, multiply, 0, 0, MSI_ONLY_F32, false, false, false, false, 0, 0, 0, 0, 0)
 
-/* Updates of whole params, in steps: the same columns. */
+/* Steps without state, all in F32: the constant, the name, the new value. */
+#define MSI_STEPS(X)                                                                               \
+    X(MS_UPDATE_APPLY, apply, MSI_FMA(f->rate, gradient, f->decay *value))                         \
+    X(MS_UPDATE_SQUARE, square, MSI_FMA(gradient, gradient, f->epsilon))                           \
+    X(MS_UPDATE_BLEND, blend, MSI_FMA(f->rest2, gradient, f->beta2 *value))                        \
+    X(MS_UPDATE_ROOT, root, MSI_DIVIDE(1.0f, MSI_SQRT(gradient)))                                  \
+    X(MS_UPDATE_MULTIPLY, multiply, value *gradient)
+
+/* Updates of whole params, which consist of steps: columns as of those with state. */
 #define MSI_UPDATES_OF_MATRICES(X)                                                                 \
     X(MS_OPTIMIZER_ADAFACTOR, adafactor, 2, 0, MSI_ONLY_F32, true, false, true, true, 1e-2f, 0.0f, \
       0.9f, 0.0f, 1e-30f)                                                                          \
@@ -3532,37 +3530,37 @@ enum { MSI_ANY_FORMAT = (1 << MS_STATE_FORMAT_COUNT) - 1, MSI_FLOATS = 3, MSI_ON
       0.999f, 1e-8f)
 
 /* Cases MSI_X for the kinds of some of these tables, and for the others. */
+#define MSI_KIND_CASE(constant, ...) case constant:
 #define MSI_CASES_OF_ELEMENTS                                                                      \
     MSI_UPDATES_WITH_STATE(MSI_X)                                                                  \
-    MSI_UPDATES_WITHOUT(MSI_X)
+    MSI_STEPS(MSI_X)
 #define MSI_CASES_OF_NO_UPDATE                                                                     \
     case MS_OPTIMIZER_CUSTOM:                                                                      \
     case MS_OPTIMIZER_NONE:                                                                        \
     case MS_OPTIMIZER_COUNT:                                                                       \
         break;
 #define MSI_CASES_OF_NO_ELEMENT                                                                    \
-    case MS_OPTIMIZER_ADAFACTOR:                                                                   \
-    case MS_OPTIMIZER_MUON:                                                                        \
-        MSI_CASES_OF_NO_UPDATE
+    MSI_UPDATES_OF_MATRICES(MSI_KIND_CASE)                                                         \
+    MSI_CASES_OF_NO_UPDATE
 #define MSI_CASES_WITHOUT_STATE                                                                    \
-    case MS_UPDATE_APPLY:                                                                          \
-    case MS_UPDATE_SQUARE:                                                                         \
-    case MS_UPDATE_BLEND:                                                                          \
-    case MS_UPDATE_ROOT:                                                                           \
-    case MS_UPDATE_MULTIPLY:                                                                       \
-        MSI_CASES_OF_NO_ELEMENT
+    MSI_STEPS(MSI_KIND_CASE)                                                                       \
+    MSI_CASES_OF_NO_ELEMENT
 
 MSI_HD msi_optimizer msi_optimizer_of(ms_optimizer_kind kind) {
     const msi_optimizer none = {false, 0,     0,    1,    false,  false, false,
                                 false, 1e-3f, 0.0f, 0.9f, 0.999f, 1e-8f};
+    const msi_optimizer step = {true,  0,    0,    MSI_ONLY_F32, false, false, false,
+                                false, 0.0f, 0.0f, 0.0f,         0.0f,  0.0f};
 #define MSI_X(constant, name, ...)                                                                 \
     case constant: {                                                                               \
         const msi_optimizer row = {true, __VA_ARGS__};                                             \
         return row;                                                                                \
     }
     switch (kind) {
-        MSI_CASES_OF_ELEMENTS
+        MSI_UPDATES_WITH_STATE(MSI_X)
         MSI_UPDATES_OF_MATRICES(MSI_X)
+        MSI_STEPS(MSI_KIND_CASE)
+        return step;
         MSI_CASES_OF_NO_UPDATE
     }
 #undef MSI_X
@@ -3607,14 +3605,20 @@ MSI_HD float msi_sgd_element(const ms_update_factors *f, float value, float grad
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
-MSI_HD float msi_nesterov_element(const ms_update_factors *f, float value, float gradient,
+/* The step of Muon. */
+MSI_HD float msi_momentum_element(const ms_update_factors *f, float value, float gradient,
                                   float *momentum, float *none) {
-    float v = gradient;
-    (void)none;
+    (void)value, (void)none;
     if (momentum) {
         *momentum = MSI_FMA(f->beta1, *momentum, gradient);
-        v = MSI_FMA(f->beta1, *momentum, gradient);
+        return MSI_FMA(f->beta1, *momentum, gradient);
     }
+    return gradient;
+}
+
+MSI_HD float msi_nesterov_element(const ms_update_factors *f, float value, float gradient,
+                                  float *momentum, float *none) {
+    const float v = msi_momentum_element(f, value, gradient, momentum, none);
     return MSI_FMA(f->rate, MSI_FMA(f->decay, value, v), value);
 }
 
@@ -3645,32 +3649,14 @@ MSI_HD float msi_lion_element(const ms_update_factors *f, float value, float gra
     return MSI_FMA(f->rate, msi_sign(c), f->decay * value);
 }
 
-/* The steps of updates of matrices. */
-MSI_HD float msi_momentum_element(const ms_update_factors *f, float value, float gradient,
-                                  float *momentum, float *none) {
-    (void)value;
-    (void)none;
-    if (momentum) {
-        *momentum = MSI_FMA(f->beta1, *momentum, gradient);
-        return MSI_FMA(f->beta1, *momentum, gradient);
-    }
-    return gradient;
-}
-
-#define MSI_STEP(name, result)                                                                     \
+#define MSI_X(constant, name, result)                                                              \
     MSI_HD float msi_##name##_element(const ms_update_factors *f, float value, float gradient,     \
                                       float *none, float *neither) {                               \
-        (void)f;                                                                                   \
-        (void)value;                                                                               \
-        (void)none;                                                                                \
-        (void)neither;                                                                             \
+        (void)f, (void)value, (void)none, (void)neither;                                           \
         return result;                                                                             \
     }
-MSI_STEP(apply, MSI_FMA(f->rate, gradient, f->decay *value))
-MSI_STEP(square, MSI_FMA(gradient, gradient, f->epsilon))
-MSI_STEP(blend, MSI_FMA(f->rest2, gradient, f->beta2 *value))
-MSI_STEP(root, MSI_DIVIDE(1.0f, MSI_SQRT(gradient)))
-MSI_STEP(multiply, value *gradient)
+MSI_STEPS(MSI_X)
+#undef MSI_X
 
 MSI_HD float msi_element(ms_optimizer_kind kind, const ms_update_factors *f, float value,
                          float gradient, float *s0, float *s1) {
@@ -3747,8 +3733,7 @@ MSI_HD double msi_power(double x, uint32_t n) {
 #define MSI_ADAFACTOR_NUMBERS (1u << 31)
 
 /* The factors that depend on the number n of an update: AdamW's, which correct the bias of the moments,
-   or Adafactor's. What is volatile keeps compilers from fusing the last multiplication with the
-   subtraction. */
+   or Adafactor's. `volatile`: compilers must not fuse the last multiplication with the subtraction. */
 MSI_HD void msi_set_numbered(ms_update_factors *f, uint32_t n) {
     if (f->number >= MSI_ADAFACTOR_NUMBERS) {
         const double rest = f->scale2 > 0.0f ? 1.0 - (double)f->scale2 : pow((double)n, -0.8);
@@ -4631,9 +4616,8 @@ typedef struct msi_prediction {
     MSI_LIST(double) event_us; // scratch memory of msi_clock: when the copy before an event is done
     uint32_t longest, long_count; // the longest that computes; how many exceed most_us of the costs
     double longest_us;
-    /* Of a micro-batch before the last, which runs the program up to the end of backward; of the
-       last one, which runs all of the program; and of the step, all micro-batches together. Without
-       accumulation all three are equal. */
+    /* Of a micro-batch before the last, which ends with backward; of the last one, which runs all of
+       the program; and of the step, all micro-batches together. All are equal without accumulation. */
     msi_times micro, last, step;
 } msi_prediction;
 
@@ -5760,6 +5744,10 @@ static MSI_NOINLINE ms_result msi_device(ms_model *m, int error, const char *wha
                     error, text ? ": " : "", text ? text : "");
 }
 
+/* The result of a function of the backend that receives the device. */
+#define MSI_DEVICE(m, function, what, ...)                                                         \
+    msi_device(m, (m)->config.backend.function((m)->device, __VA_ARGS__), what)
+
 static MSI_COLD ms_result msi_fail_device_memory(ms_model *m, uint64_t bytes, const char *what,
                                                  int error) {
     const ms_backend *b = &m->config.backend;
@@ -5892,16 +5880,14 @@ static ms_result msi_issue_copy(ms_model *m, ms_stream_kind engine, void *target
 
 /* What is enqueued from now on runs after the last record of an event. */
 static MSI_NOINLINE ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
-    const ms_backend *b = &m->config.backend;
     return msi_enqueues_copies(&m->config.backend)
-               ? msi_device(m, b->wait(m->device, MS_STREAM_COMPUTE, event), "waiting for a copy")
+               ? MSI_DEVICE(m, wait, "waiting for a copy", MS_STREAM_COMPUTE, event)
                : MS_RESULT_OK;
 }
 
 static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
-    const ms_backend *b = &m->config.backend;
     return msi_enqueues_copies(&m->config.backend)
-               ? msi_device(m, b->wait_on_host(m->device, event), "waiting for a copy")
+               ? MSI_DEVICE(m, wait_on_host, "waiting for a copy", event)
                : MS_RESULT_OK;
 }
 
@@ -5927,9 +5913,8 @@ static void *msi_address(const ms_model *m, const msi_program *p, uint32_t range
    enqueued; others are complete on return. */
 static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const void *source,
                           bool source_on_host, uint64_t bytes) {
-    const ms_backend *b = &m->config.backend;
     if (!target_on_host && !source_on_host) {
-        return msi_device(m, b->copy(m->device, target, source, bytes), "copy");
+        return MSI_DEVICE(m, copy, "copy", target, source, bytes);
     }
     if (target_on_host && source_on_host) {
         memcpy(target, source, (size_t)bytes);
@@ -5938,8 +5923,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
     const ms_stream_kind engine = target_on_host ? MS_STREAM_TO_HOST : MS_STREAM_TO_DEVICE;
     if (msi_is_direct(m)) { // by the threads that compute, after copies that are under way
         ms_result result = msi_synchronize(m);
-        MSI_THEN(result, msi_device(m, b->copy(m->device, target, source, bytes),
-                                    msi_engines[engine].what));
+        MSI_THEN(result, MSI_DEVICE(m, copy, msi_engines[engine].what, target, source, bytes));
         return result;
     }
     ms_result result = msi_issue_copy(m, engine, target, source, bytes, MSI_EVENT_COPY);
@@ -5953,7 +5937,7 @@ static ms_result msi_fill(ms_model *m, void *target, bool on_host, uint8_t value
         memset(target, value, (size_t)bytes);
         return MS_RESULT_OK;
     }
-    return msi_device(m, m->config.backend.fill_bytes(m->device, target, value, bytes), "fill");
+    return MSI_DEVICE(m, fill_bytes, "fill", target, value, bytes);
 }
 
 static void msi_asan_poison(const void *memory, uint64_t bytes) {
@@ -6155,10 +6139,9 @@ static const msi_rank_rows msi_unsigned_rows = {
      256.0f},
     {3.0f, 7.0f, 15.0f, 31.0f, 63.0f, 127.0f, 255.0f, 256.0f}};
 
-/* As msi_nearest_rank, for a strip of numbers x * units that are not negative; the ranks are the
-   whole parts of the results. What is nearer to 0 than to any other value has rank 0 in the code
-   book with signs, and 1 in the other. The bits of a float are nearly linear in its logarithm: they
-   give its row or the one below. */
+/* As msi_nearest_rank, for a strip of numbers x * units that are not negative; the ranks are the whole
+   parts of the results. What is nearer to 0 than to any other value has rank 0 in the code book with
+   signs, else 1. The bits of a float, nearly linear in its logarithm, give its row or the one below. */
 MSI_WIDE void msi_wide_ranks(const msi_rank_rows *rows, msi_floats units, msi_floats *x) {
     const msi_floats next = MSI_V_TABLE(rows->next);
     const msi_floats slope = MSI_V_TABLE(rows->slope);
@@ -6252,9 +6235,8 @@ MSI_WIDE void msi_wide_decode_signed(const uint8_t *codes, float scale, msi_floa
     }
 }
 
-/* The same for codes without a sign, by the exponent of the rank itself. The linear function times
-   a power of 5 is rounded as in msi_units_of_rank. The last row is for rank 1, whose value is 0,
-   and rank 256, the scale itself. */
+/* The same for codes without a sign, by the exponent of the rank itself. The linear function times a
+   power of 5 is rounded as in msi_units_of_rank. The last row has rank 1, or 0, and 256, the scale. */
 MSI_WIDE void msi_wide_decode_unsigned(const uint8_t *codes, float scale, msi_floats *x) {
     static const float powers[8] = {5.0f, 25.0f, 125.0f, 625.0f, 3125.0f, 15625.0f, 78125.0f, 0.0f};
     static const float subtracted[8] = {-46.0f,   -110.0f,  -238.0f,  -494.0f,
@@ -7049,12 +7031,9 @@ static void msi_update_block(const ms_update_args *a, const uint32_t *keys, int 
     (void)waiting;
     msi_update_any(a, keys, states, &b);
 #endif
-    if (a->master) {
-        msi_store_floats(a->value, a->value_dtype, at, b.count, b.value);
-    }
-    for (int i = 0; i < b.count && !whole; i++) {
-        msi_store_at_random(a->value, a->value_dtype, at + (uint64_t)i, value[i],
-                            msi_random(keys[2], a->begin + at + (uint64_t)i));
+    if (whole != a->value) { // of a master to the nearest
+        msi_store_state(a->value, msi_format_of_dtype(a->value_dtype), false, at, b.count, a->count,
+                        whole ? NULL : &keys[2], a->begin, b.value);
     }
 }
 
@@ -7940,36 +7919,43 @@ typedef struct msi_jobs {
     const ms_parallel *parallel;
 } msi_jobs;
 
-/* Functions of the table in which threads share the work: for any state, and for that one. */
+/* The functions of the table: those that one thread runs; in which threads share the work; and those
+   of copy streams, with a state of their own. */
+#define MSI_CPU_ALONE(X)                                                                           \
+    X(memory_alloc)                                                                                \
+    X(memory_release)                                                                              \
+    X(memory_resize)                                                                               \
+    X(fill_f32) X(scale_f32) X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware)
+#define MSI_CPU_SHARED(X) X(copy) X(fill_bytes) X(add) X(cast) X(update) X(gemm)
+#define MSI_CPU_STREAMS(X)                                                                         \
+    X(open)                                                                                        \
+    X(close)                                                                                       \
+    X(prepare) X(copy_in) X(copy_out) X(synchronize) X(record) X(wait) X(wait_on_host) X(query)
+
+/* Those that share the work: for any state, and for one with a job system. */
 #define MSI_SHARED_WORK(name, jobs)                                                                \
     static int msi_##name##_copy(void *state, void *target, const void *source, uint64_t bytes) {  \
-        (void)state;                                                                               \
         return msi_bytes_for(jobs, target, source, 0, bytes);                                      \
     }                                                                                              \
     static int msi_##name##_fill_bytes(void *state, void *target, uint8_t value, uint64_t bytes) { \
-        (void)state;                                                                               \
         return msi_bytes_for(jobs, target, NULL, value, bytes);                                    \
     }                                                                                              \
     static int msi_##name##_add(void *state, void *target, ms_dtype to, const void *source,        \
                                 ms_dtype from, uint64_t count) {                                   \
-        (void)state;                                                                               \
         return msi_elements_for(jobs, target, to, source, from, count, true);                      \
     }                                                                                              \
     static int msi_##name##_cast(void *state, void *target, ms_dtype to, const void *source,       \
                                  ms_dtype from, uint64_t count) {                                  \
-        (void)state;                                                                               \
         return msi_elements_for(jobs, target, to, source, from, count, false);                     \
     }                                                                                              \
     static int msi_##name##_update(void *state, const ms_update_args *args) {                      \
-        (void)state;                                                                               \
         return msi_update_for(jobs, args);                                                         \
     }                                                                                              \
     static int msi_##name##_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b, \
                                  float beta, const ms_matrix *c) {                                 \
-        (void)state;                                                                               \
         return msi_gemm_for(jobs, alpha, a, b, beta, c);                                           \
     }
-MSI_SHARED_WORK(cpu, NULL)
+MSI_SHARED_WORK(cpu, ((void)state, (const ms_parallel *)NULL))
 MSI_SHARED_WORK(jobs, ((const msi_jobs *)state)->parallel)
 
 /* The table without copy streams: every function takes any state. */
@@ -7977,24 +7963,13 @@ static ms_backend msi_cpu_table(void) {
     ms_backend b = MSI_ZERO_INIT;
     b.size = sizeof b;
     b.name = "cpu";
-    b.memory_alloc = msi_cpu_memory_alloc;
-    b.memory_release = msi_cpu_memory_release;
-    b.memory_resize = msi_cpu_memory_resize;
     b.device_is_host = true;
     b.has_state_formats = b.has_update_steps = true;
-    b.copy_in = b.copy_out = b.copy = msi_cpu_copy;
-    b.fill_bytes = msi_cpu_fill_bytes;
-    b.fill_f32 = msi_cpu_fill_f32;
-    b.add = msi_cpu_add;
-    b.cast = msi_cpu_cast;
-    b.loss = msi_cpu_loss;
-    b.scale_f32 = msi_cpu_scale_f32;
-    b.add_squares = msi_cpu_add_squares;
-    b.clip_scale = msi_cpu_clip_scale;
-    b.update = msi_cpu_update;
-    b.factor = msi_cpu_factor;
-    b.gemm = msi_cpu_gemm;
-    b.hardware = msi_cpu_hardware;
+#define MSI_X(function) b.function = msi_cpu_##function;
+    MSI_CPU_ALONE(MSI_X)
+    MSI_CPU_SHARED(MSI_X)
+#undef MSI_X
+    b.copy_in = b.copy_out = b.copy;
     return b;
 }
 
@@ -8018,12 +7993,10 @@ static MSI_COLD ms_backend msi_jobs_table(void) {
     ms_backend b = msi_cpu_table();
     b.open = msi_jobs_open;
     b.close = msi_jobs_close;
-    b.copy_in = b.copy_out = b.copy = msi_jobs_copy;
-    b.fill_bytes = msi_jobs_fill_bytes;
-    b.add = msi_jobs_add;
-    b.cast = msi_jobs_cast;
-    b.update = msi_jobs_update;
-    b.gemm = msi_jobs_gemm;
+#define MSI_X(function) b.function = msi_jobs_##function;
+    MSI_CPU_SHARED(MSI_X)
+#undef MSI_X
+    b.copy_in = b.copy_out = b.copy;
     return b;
 }
 
@@ -8031,16 +8004,9 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
     ms_backend b = msi_cpu_table();
 #ifdef MSI_THREADS
     b.has_copy_streams = true;
-    b.open = msi_cpu_open;
-    b.close = msi_cpu_close;
-    b.prepare = msi_cpu_prepare;
-    b.copy_in = msi_cpu_copy_in;
-    b.copy_out = msi_cpu_copy_out;
-    b.synchronize = msi_cpu_synchronize;
-    b.record = msi_cpu_record;
-    b.wait = msi_cpu_wait;
-    b.wait_on_host = msi_cpu_wait_on_host;
-    b.query = msi_cpu_query;
+#define MSI_X(function) b.function = msi_cpu_##function;
+    MSI_CPU_STREAMS(MSI_X)
+#undef MSI_X
 #endif
     return b;
 }
@@ -8605,8 +8571,7 @@ static uint32_t msi_id(const msi_graph *g, uint32_t number) {
     return (uint32_t)(((uint64_t)g->tag + number) % UINT32_MAX) + 1;
 }
 
-/* The number of the handle that has this id; most likely beyond all that there are if it is another
-   graph's; MSI_NONE for 0. */
+/* The number of the handle with this id: MSI_NONE for 0, most likely beyond all for another graph's. */
 static MSI_NOINLINE uint32_t msi_id_number(const msi_graph *g, uint32_t id) {
     return id ? (uint32_t)(((uint64_t)id - 1 + UINT32_MAX - g->tag) % UINT32_MAX) : MSI_NONE;
 }
@@ -8724,8 +8689,7 @@ static msi_grid msi_grid_of(const ms_optimizer_desc *o, const msi_tensor *t) {
 /* The scratch memory of an update of a matrix: offsets. */
 typedef struct msi_matrix_scratch {
     uint64_t x, y; // matrices like the param; Muon: x is the gradient, if that can be used up
-    uint64_t a,
-        b; // Muon: squares of its smaller dim; Adafactor: a vector for its rows, for its cols
+    uint64_t a, b; // Muon: squares of its smaller dim; Adafactor: vectors for rows and cols
     uint64_t ones; // Adafactor: as many as rows or cols
     uint64_t sums; // two doubles; a mean, a factor, and the number of what is not finite
     uint64_t bytes;
@@ -9152,8 +9116,7 @@ static MSI_NOINLINE uint32_t msi_lowest_bit(uint32_t mask) {
     return bit;
 }
 
-/* Appends the slots of one group, which are valid, to the operands, which have room, and marks what
-   the layer makes and what it changes. */
+/* Appends the valid slots of a group to operands that have room; marks what is made and changed. */
 static void msi_add_operands(ms_model *m, uint32_t layer, int group, const ms_tensor *slots,
                              uint32_t count) {
     msi_graph *g = &m->graph;
@@ -9628,8 +9591,7 @@ typedef struct msi_tiling {
     bool keeps; // in a set of a search: what this group alone uses is not dropped from the start
 } msi_tiling;
 
-/* The rows of the layer that has the most in a group; tiles have a multiple of *unit of them. 0:
-   the layers cannot be cut alike. */
+/* The most rows of a layer in a group; tiles have a multiple of *unit. 0: it cannot be cut alike. */
 static uint64_t msi_common_rows(const msi_graph *g, uint32_t first, uint32_t end, uint64_t *unit) {
     uint64_t rows = 1;
     *unit = 1;
@@ -9707,8 +9669,7 @@ static uint32_t msi_tiles_of(const msi_graph *g, const msi_tensor_decision *d, u
     return d[msi_first_output(g, &g->layers.items[layer])].tiles;
 }
 
-/* The least multiple of `unit` rows that takes a multiple of MSI_ALIGNMENT bytes in every operand
-   that is cut, in 16 bits too. */
+/* The least multiple of `unit` rows with aligned bytes in every operand that is cut, in 16 bits too. */
 static uint64_t msi_aligned_unit(const msi_graph *g, uint32_t first, uint32_t end, uint64_t rows,
                                  uint64_t unit) {
     uint64_t times = 1;
@@ -10122,11 +10083,9 @@ static bool msi_is_positive_or_zero(double value) {
 /* What does not go together in an optimizer, or NULL. */
 static MSI_COLD const char *msi_optimizer_fault(const ms_optimizer_desc *desc, bool of_group) {
     const bool custom = desc && desc->kind == MS_OPTIMIZER_CUSTOM;
-    unsigned formats = 0;
-    for (int k = 0; k < 2 && desc; k++) {
-        formats =
-            (unsigned)desc->state_format[k] > formats ? (unsigned)desc->state_format[k] : formats;
-    }
+    const unsigned first = desc ? (unsigned)desc->state_format[0] : 0;
+    const unsigned second = desc ? (unsigned)desc->state_format[1] : 0;
+    const unsigned formats = first > second ? first : second;
     return !desc                                        ? "desc is NULL"
            : (unsigned)desc->kind >= MS_OPTIMIZER_COUNT ? "there is no such kind"
            : custom && !desc->update           ? "MS_OPTIMIZER_CUSTOM needs an update callback"
@@ -12181,8 +12140,7 @@ typedef struct msi_param_update {
     bool moves; // an operand is copied
 } msi_param_update;
 
-/* Where values are at this point of the program: live ranges, or MSI_NONE. All these lists are one
-   array of words, in this order. */
+/* Where values are at this point of the program: live ranges, or MSI_NONE. One array, in this order. */
 typedef struct msi_whereabouts {
     uint32_t *snapshot;      // per operand of the graph: a copy of that state
     uint32_t *value;         // per tensor: what holds its value
@@ -12232,9 +12190,8 @@ typedef struct msi_repeating {
 
 /* The operands of the next call of a layer. */
 typedef struct msi_next_call {
-    uint32_t
-        slots[MSI_MAX_VALUES + MSI_MAX_SLOTS]; // live ranges of its values, then of grad_out; or
-                                               // MSI_UNSET
+    /* Live ranges of its values, then of grad_out; or MSI_UNSET. */
+    uint32_t slots[MSI_MAX_VALUES + MSI_MAX_SLOTS];
     msi_edge edges[MSI_MAX_EDGES];
     uint32_t edge_count;
     msi_result_cast casts[2 * MSI_MAX_SLOTS];
@@ -12575,6 +12532,15 @@ static msi_range *msi_operand_range(const msi_program *p, const msi_instruction 
     return range == MSI_NONE ? NULL : &p->code.ranges.items[range];
 }
 
+/* Whether an instruction has a live range as an operand. */
+static bool msi_uses(const msi_program *p, const msi_instruction *i, uint32_t range) {
+    bool used = false;
+    for (uint32_t k = 0; k < i->operand_count; k++) {
+        used |= p->code.operands.items[i->operand_first + k].range == range;
+    }
+    return used;
+}
+
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->code.operands.items + i->operand_first;
@@ -12774,6 +12740,12 @@ static uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
 }
 
+/* The part of its param that an instruction works on, in elements. */
+static msi_part msi_part_at(const msi_graph *g, const msi_instruction *i) {
+    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
+    return msi_part_of(elements, i->part, i->part_count);
+}
+
 /* Bytes of an operand that an instruction of the library itself uses. */
 static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, uint32_t k) {
@@ -12786,9 +12758,7 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
     if (i->part_count <= 1 || range->part > 0) {
         return range->bytes;
     }
-    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
-    return msi_part_bytes((msi_format)range->format, msi_part_of(elements, i->part, i->part_count))
-        .count;
+    return msi_part_bytes((msi_format)range->format, msi_part_at(g, i)).count;
 }
 
 /* Bytes of a pair of a copy: of its target or, in parts, of the end that is the part. */
@@ -12798,8 +12768,7 @@ static uint64_t msi_pair_bytes(const msi_graph *g, const msi_program *p, const m
     return msi_operand_bytes(g, p, i, 2 * pair + (is_whole && msi_has_pairs((msi_op)i->op)));
 }
 
-/* Whether a pair of a copy lies right after the one before it, without a gap, at both ends: then
-   both are one copy of the backend. */
+/* Whether a pair of a copy lies right after the one before at both ends: then both are one copy. */
 static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32_t pair) {
     const msi_operand *ends = p->code.operands.items + i->operand_first + 2 * pair;
     const uint32_t end = p->code.ranges.items[ends[0].range].on_host ? 1 : 0; // on the device
@@ -12808,8 +12777,7 @@ static bool msi_continues(const msi_program *p, const msi_instruction *i, uint32
            ends[end].range == (ends - 2)[end].range + 1 && device[-1].bytes % MSI_ALIGNMENT == 0;
 }
 
-/* Bytes of the state and scratch memory that an update reads and writes, or only of the state which it
-   uses on the host. */
+/* Bytes of state and scratch memory that an update reads and writes, or of state on the host. */
 static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
                                   const msi_instruction *i, bool on_host) {
     uint64_t bytes = 0;
@@ -12880,11 +12848,9 @@ static uint32_t msi_coded_count(const msi_program *p, const msi_instruction *i) 
    long as those of F32 take for their bytes, or as coding does. */
 static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_program *p,
                             const msi_instruction *i, double bytes) {
-    const uint64_t all = g->tensors.items[i->target].bytes / sizeof(float);
     const uint32_t coded = msi_coded_count(p, i);
-    const double flops = coded == 0 ? 0.0
-                                    : MSI_CODE_FLOPS * coded *
-                                          (double)msi_part_of(all, i->part, i->part_count).count;
+    const double flops =
+        coded == 0 ? 0.0 : MSI_CODE_FLOPS * coded * (double)msi_part_at(g, i).count;
     const double coding =
         flops > 0.0 ? c->hardware.launch_us + flops / (c->hardware.f32_tflops * 1e6) : 0.0;
     const bool measured = flops > 0.0 && c->bytes_per_us[MSI_COST_UPDATE_8BIT] > 0.0;
@@ -13907,26 +13873,21 @@ static bool msi_is_custom(const msi_lowering *w, uint32_t param) {
     return msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind == MS_OPTIMIZER_CUSTOM;
 }
 
-/* Whether its update needs the whole param. */
-static bool msi_is_whole(const msi_lowering *w, uint32_t param) {
-    const msi_tensor *t = &w->graph->tensors.items[param];
-    return msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole;
-}
-
 /* The number of parts of the update of a param: one if parts of codes would be smaller than a
-   group, or if the update is the trainer's own. */
+   group, or if the update needs the whole param or is the trainer's own. */
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
-    const uint64_t count = w->graph->tensors.items[param].bytes / sizeof(float);
-    const bool whole = msi_is_custom(w, param) || msi_is_whole(w, param) ||
-                       (d->state_8bit && msi_part_size(count, d->parts) < MSI_CODED_GROUP);
+    const msi_tensor *t = &w->graph->tensors.items[param];
+    const bool whole =
+        msi_is_custom(w, param) || msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole ||
+        (d->state_8bit && msi_part_size(t->bytes / sizeof(float), d->parts) < MSI_CODED_GROUP);
     return whole || d->parts < 2 ? 1 : d->parts;
 }
 
 /* Lists the operands of the update of a param. */
 static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_update *u) {
     const msi_store *store = w->store;
-    const uint32_t resident = store->resident_of[param];
+    const ms_optimizer_desc *o = msi_desc_of(w->optimizers, &w->graph->tensors.items[param]);
     msi_update_operand *list = u->operands;
     const uint32_t now[] = {msi_now(w, w->now.value, param), msi_now(w, w->now.gradient, param),
                             w->program->code.norm};
@@ -13938,18 +13899,18 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
         list[count].home = homes[count];
         list[count].is_fetched = now[count] == MSI_NONE && homes[count] != MSI_NONE;
     }
-    for (uint32_t i = resident + 1;
-         i < store->residents.count && store->residents.items[i].tensor == param; i++) {
-        const bool is_there = store->residents.items[i].role != MSI_ROLE_MASTER ||
-                              w->program->code.ranges.items[i].bytes > 0;
-        if (store->residents.items[i].role >= MSI_ROLE_STATE0 && is_there) {
+    for (uint32_t i = store->resident_of[param] + 1; i < store->residents.count; i++) {
+        const msi_resident *resident = &store->residents.items[i];
+        const bool is_there =
+            resident->role != MSI_ROLE_MASTER || w->program->code.ranges.items[i].bytes > 0;
+        if (resident->tensor != param) {
+            break;
+        }
+        if (resident->role >= MSI_ROLE_STATE0 && is_there) {
             /* What does not move in place is copied, and so is the trainer's own memory: it may be
                pageable, which a device cannot use; and factors, which are operands of products. */
-            const bool in_place =
-                (msi_decided(w, param)->moves & MSI_IN_PLACE) != 0 &&
-                !store->residents.items[i].borrowed &&
-                msi_desc_of(w->optimizers, &w->graph->tensors.items[param])->kind !=
-                    MS_OPTIMIZER_ADAFACTOR;
+            const bool in_place = (msi_decided(w, param)->moves & MSI_IN_PLACE) != 0 &&
+                                  !resident->borrowed && o->kind != MS_OPTIMIZER_ADAFACTOR;
             const bool copied = msi_is_moved(w, param, MSI_ROLE_STATE0) && !in_place;
             list[count].range = copied ? MSI_NONE : i;
             list[count].home = copied ? i : MSI_NONE;
@@ -14068,8 +14029,7 @@ static bool msi_may_join_updates(const msi_lowering *w, const msi_param_update *
            tensors[last->param].last_gradient == tensors[u->param].last_gradient;
 }
 
-/* The update of a param, if it has a gradient: it is emitted with those of the same layer that
-   follow it, by msi_lower_gathered. */
+/* Queues the update of a param that has a gradient: msi_lower_gathered emits it, with others. */
 static void msi_lower_update(msi_lowering *w, uint32_t param) {
     const msi_tensor *t = &w->graph->tensors.items[param];
     msi_param_update u;
@@ -14321,12 +14281,9 @@ static void msi_take_apart(msi_program *p, uint32_t residents) {
 /* Ends a live range at its last use before an instruction. */
 static void msi_end_before(msi_program *p, msi_range *range, uint32_t number, uint32_t now) {
     for (range->last = range->first; now-- > range->first;) {
-        const msi_instruction *i = &p->code.instructions.items[now];
-        for (uint32_t k = 0; k < i->operand_count; k++) {
-            if (p->code.operands.items[i->operand_first + k].range == number) {
-                range->last = now;
-                return;
-            }
+        if (msi_uses(p, &p->code.instructions.items[now], number)) {
+            range->last = now;
+            return;
         }
     }
 }
@@ -17072,9 +17029,8 @@ static void msi_sum_live(msi_program *p, uint32_t resident_count) {
     l->peak_bytes = live[l->peak];
 }
 
-/* A discrete-event simulation of a program. What is enqueued on a stream runs in that order, so
-   that each instruction starts when its stream is free and what it waits for is done, and one pass
-   over the program finds all starts. */
+/* A discrete-event simulation of a program. Streams run what is enqueued in that order, so one pass
+   finds all starts: an instruction starts when its stream is free and what it waits for is done. */
 typedef struct msi_clock {
     const msi_graph *graph;
     const msi_costs *costs;
@@ -17140,8 +17096,7 @@ static void msi_clock_judge(msi_clock *c) {
     }
 }
 
-/* Accounts for an update that uses state on the host: computing stalls meanwhile, and copies have
-   that much less time on the link. */
+/* An update that uses state on the host: computing stalls, and copies have less time on the link. */
 static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     const uint64_t bytes = msi_updated_bytes(c->graph, c->program, i, true);
     c->mapped_us = bytes > 0 ? msi_mapped_us(c->graph, c->costs, c->program, i) : 0.0;
@@ -17244,11 +17199,11 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
                          const ms_allocator *allocator, msi_program *p) {
     const uint32_t residents = store->residents.count;
     const uint64_t events = MSI_ISSUED_COUNT * (uint64_t)p->code.event_count;
-    if (p->out_of_memory ||
-        !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
-                     2 * (p->code.instructions.count + 1ull)) ||
-        !MSI_RESERVE(double, allocator, p->predicted.event_us, events)) {
-        p->out_of_memory = true;
+    p->out_of_memory = p->out_of_memory ||
+                       !MSI_RESERVE(uint64_t, allocator, p->layout.live_bytes,
+                                    2 * (p->code.instructions.count + 1ull)) ||
+                       !MSI_RESERVE(double, allocator, p->predicted.event_us, events);
+    if (p->out_of_memory) {
         return;
     }
     p->predicted.event_us.count = (uint32_t)events;
@@ -18427,16 +18382,6 @@ static void msi_price_offload(msi_greedy *w, msi_move *move) {
     move->bytes_per_us /= (1e-3 + us) * (is_last ? 1e12 : 1.0);
 }
 
-/* Whether the instruction at the peak uses a live range. */
-static bool msi_is_used_at_peak(const msi_program *p, uint32_t range) {
-    const msi_instruction *i = &p->code.instructions.items[p->layout.peak];
-    bool used = false;
-    for (uint32_t k = 0; k < i->operand_count; k++) {
-        used |= p->code.operands.items[i->operand_first + k].range == range;
-    }
-    return used;
-}
-
 /* Notes what the plan at hand, which was estimated, leaves of the host's memory. */
 static void msi_find_host_left(msi_greedy *w) {
     const msi_program *p = w->scorer->program;
@@ -18501,7 +18446,8 @@ static void msi_list_offloads(msi_greedy *w) {
             msi_list_split(w, range);
         }
         if (range->on_host || range->part > 0 || !owned || !(value || fixed || gradient) ||
-            (role < MSI_ROLE_STATE0 && msi_is_used_at_peak(p, i)) ||
+            (role < MSI_ROLE_STATE0 &&
+             msi_uses(p, &p->code.instructions.items[p->layout.peak], i)) ||
             !msi_may_move(w, range->tensor, msi_move_of(role))) {
             continue;
         }
@@ -22155,9 +22101,7 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
         const int group = msi_operand_group(l, i, k, &slot);
         a.writes = msi_is_written(l, i, group, slot);
     } else if (i->part_count > 1 && range->role != MSI_ROLE_NORM) {
-        const uint64_t elements = o->graph->tensors.items[i->target].bytes / sizeof(float);
-        part = msi_part_bytes((msi_format)range->format,
-                              msi_part_of(elements, i->part, i->part_count));
+        part = msi_part_bytes((msi_format)range->format, msi_part_at(o->graph, i));
         part.begin = range->part > 0 ? 0 : part.begin;
     }
     a.space = index < residents ? 2 + index : range->on_host ? 1 : 0;
@@ -23412,8 +23356,7 @@ static void msi_resolve(const msi_store *store, msi_program *p) {
     }
 }
 
-/* Prepares a scorer for the decisions of a plan; `lowering` and `shortage` are the caller's, for
-   its use. False without memory. */
+/* Prepares a scorer for a plan, to use the caller's `lowering` and `shortage`. False without memory. */
 static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *store,
                             msi_plan *plan, msi_lowering *lowering, msi_shortage *shortage) {
     s->graph = s->eval_graph = &m->graph;
@@ -24270,8 +24213,7 @@ static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     }
 }
 
-/* The error where no plan fits; `smallest` comes nearest. Leaves the model as it is, except for the
-   techniques of its choice. */
+/* The error where no plan fits; `smallest` comes nearest. Changes only the techniques of the choice. */
 static MSI_COLD ms_result msi_no_fit(ms_model *m, const msi_store *store,
                                      const msi_plan *smallest) {
     const uint64_t least = msi_room_of(store);
@@ -25465,14 +25407,13 @@ static uint32_t msi_skipped_before(const ms_model *m) {
 
 /* Uploads a part of the step's own memory, after what is enqueued. */
 static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
-    const ms_backend *b = &m->config.backend;
     uint8_t *to = m->run.store->step + begin;
     const uint8_t *from = msi_step_on_host(m) + begin;
     if (msi_is_direct(m) || begin == end) {
         return MS_RESULT_OK;
     }
-    return b->upload ? msi_device(m, b->upload(m->device, to, from, end - begin), "upload")
-                     : msi_copy(m, to, false, from, true, end - begin);
+    return m->config.backend.upload ? MSI_DEVICE(m, upload, "upload", to, from, end - begin)
+                                    : msi_copy(m, to, false, from, true, end - begin);
 }
 
 /* *ms_call.step_seed in a micro-batch of the present step. */
@@ -25665,9 +25606,8 @@ static MSI_COLD void msi_warn_of_overflows(ms_model *m, const ms_step_state *sta
     m->run.is_stuck = stuck;
 }
 
-/* Waits for the verdict that was asked for. A step that was halted has updated nothing, nor has any
-   after it: the count of steps goes back to it, and a step under way is dropped, since the device
-   is told to update again. */
+/* Waits for the verdict asked for. A halted step has updated nothing, nor has any after it: the count
+   of steps goes back to it, and one under way is dropped, since the device is told to update again. */
 static ms_result msi_settle_verdict(ms_model *m) {
     const bool copied = m->run.verdict == MSI_VERDICT_COPIED;
     ms_result result = copied ? msi_wait_on_host(m, MSI_EVENT_VERDICT) : MS_RESULT_OK;
@@ -25743,9 +25683,7 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
     if (i->part_count == 0 || r->part > 0 || r->role == MSI_ROLE_NORM) {
         return whole;
     }
-    const uint64_t elements = m->graph.tensors.items[i->target].bytes / sizeof(float);
-    const msi_part part = msi_part_of(elements, i->part, i->part_count);
-    return whole + msi_part_bytes((msi_format)r->format, part).begin;
+    return whole + msi_part_bytes((msi_format)r->format, msi_part_at(&m->graph, i)).begin;
 }
 
 static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
@@ -25787,7 +25725,7 @@ static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
     args.user = o->user;
     args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
-    const msi_part part = msi_part_of(t->bytes / sizeof(float), i->part, i->part_count);
+    const msi_part part = msi_part_at(&m->graph, i);
     args.begin = part.begin;
     args.count = part.count;
     args.seed = msi_seed_of_param(m, i->target);
@@ -25821,16 +25759,11 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
     double *norm = &norms[m->optimizers.groups.items[t->group].norm].sum;
-    ms_result result = msi_await_verdict_copy(m);
-    if (t->is_paused) {
-        return result;
-    }
-    MSI_THEN(result, msi_device(m,
-                                m->config.backend.add_squares(
-                                    m->device, msi_address(m, p, range), dtype, count, norm,
-                                    i->target + 1, &msi_state_on_device(m, false)->nonfinite),
-                                "sum of squares"));
-    return result;
+    const ms_result result = msi_await_verdict_copy(m);
+    return result != MS_RESULT_OK || t->is_paused
+               ? result
+               : MSI_DEVICE(m, add_squares, "sum of squares", msi_address(m, p, range), dtype,
+                            count, norm, i->target + 1, &msi_state_on_device(m, false)->nonfinite);
 }
 
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
@@ -25848,13 +25781,10 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     }
     ms_result result = m->run.recording ? MS_RESULT_OK : msi_upload_factors(m);
     MSI_THEN(result, msi_await_verdict_copy(m));
-    MSI_THEN(result, msi_device(m,
-                                b->clip_scale(m->device, norms, limits, o->norm_count,
-                                              msi_state_on_device(m, false),
-                                              msi_factors_on_device(store), store->factor_count),
-                                "clip"));
-    if (!msi_takes_norm(o) &&
-        b->is_asynchronous) { // the verdict of the next step tells of too many overflows
+    MSI_THEN(result, MSI_DEVICE(m, clip_scale, "clip", norms, limits, o->norm_count,
+                                msi_state_on_device(m, false), msi_factors_on_device(store),
+                                store->factor_count));
+    if (!msi_takes_norm(o) && b->is_asynchronous) { // the next verdict tells of too many overflows
         return result;
     }
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
@@ -25897,8 +25827,7 @@ static ms_shape msi_tile_shape(const ms_shape *shape, uint32_t dims, const msi_r
     return tile;
 }
 
-/* Fills the views of a group, whose `count` tensors have these operands, and clears those that an
-   earlier call has left beyond them. */
+/* Fills the views of a group, whose `count` tensors have these operands; clears what is left beyond. */
 static void msi_fill_views(ms_model *m, const msi_program *p, const msi_instruction *i, int group,
                            const msi_operand *operands, uint32_t count) {
     const msi_layer *l = &m->graph.layers.items[i->target];
@@ -25955,11 +25884,9 @@ static void msi_fill_call(ms_model *m, const msi_program *p, const msi_instructi
     call->model = m;
     call->phase = msi_ops[i->op].phase;
     call->dtype = msi_dtype_of((msi_format)i->format);
-    call->in = m->views.of[MSI_GROUP_IN];
-    call->out = m->views.of[MSI_GROUP_OUT];
-    call->saved = m->views.of[MSI_GROUP_SAVED];
-    call->param = m->views.of[MSI_GROUP_PARAM];
-    call->state = m->views.of[MSI_GROUP_STATE];
+#define MSI_X(group, field, limit) call->field = m->views.of[group];
+    MSI_GROUPS(MSI_X)
+#undef MSI_X
     call->grad_out = m->views.of[MSI_GROUP_GRAD_OUT];
     call->grad_in = m->views.of[MSI_GROUP_GRAD_IN];
     call->grad_param = m->views.of[MSI_GROUP_GRAD_PARAM];
@@ -26079,11 +26006,8 @@ static const char *msi_product_fault(const ms_matrix *a, const ms_matrix *b, con
 }
 
 static bool msi_is_castable(ms_dtype dtype) {
-    bool is = false;
-#define MSI_X(name, small, type, as, ...) is |= dtype == (as);
-    MSI_CALL_FORMATS(MSI_X)
-#undef MSI_X
-    return is;
+    return (unsigned)dtype < MS_DTYPE_COUNT &&
+           (dtype == MS_DTYPE_F32 || (MSI_NARROW_DTYPES >> dtype & 1));
 }
 
 static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, float beta,
@@ -26112,11 +26036,10 @@ static ms_result msi_gemm(ms_model *m, float alpha, ms_matrix a, ms_matrix b, fl
                         "or like them",
                         ms_dtype_name(a.dtype), ms_dtype_name(b.dtype), ms_dtype_name(c.dtype));
     }
-    return msi_device(m, m->config.backend.gemm(m->device, alpha, &a, &b, beta, &c), "gemm");
+    return MSI_DEVICE(m, gemm, "gemm", alpha, &a, &b, beta, &c);
 }
 
 static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
-    const ms_backend *b = &m->config.backend;
     const uint64_t count = ms_shape_count(&to->shape), given = ms_shape_count(&from->shape);
     return count == 0 || count != given
                ? msi_fail(m, MS_RESULT_INVALID,
@@ -26125,9 +26048,7 @@ static ms_result msi_cast(ms_model *m, const ms_view *to, const ms_view *from) {
            : !msi_is_castable(to->dtype) || !msi_is_castable(from->dtype)
                ? msi_fail(m, MS_RESULT_UNSUPPORTED, "ms_cast: %s to %s; it takes f32, f16 and bf16",
                           ms_dtype_name(from->dtype), ms_dtype_name(to->dtype))
-               : msi_device(m,
-                            b->cast(m->device, to->data, to->dtype, from->data, from->dtype, count),
-                            "cast");
+               : MSI_DEVICE(m, cast, "cast", to->data, to->dtype, from->data, from->dtype, count);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -26145,6 +26066,7 @@ typedef struct msi_matrix_update {
     ms_result result;
 } msi_matrix_update;
 
+/* Begins an update, with sums of 0. */
 static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *args) {
     const msi_tensor *t = &m->graph.tensors.items[msi_index(&m->graph, args->param)];
     const ms_optimizer_desc *o = msi_desc_of(&m->optimizers, t);
@@ -26165,6 +26087,7 @@ static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *arg
     u.factor = u.mean + 1;
     u.nonfinite = (uint32_t *)(void *)(u.mean + 2);
     u.is_guarded = msi_has_formats(args);
+    u.result = msi_fill(m, u.sums, false, 0, 2 * sizeof(double) + 3 * sizeof(float));
     return u;
 }
 
@@ -26172,8 +26095,7 @@ static msi_matrix_update msi_begin_matrix(ms_model *m, const ms_update_args *arg
 static void msi_take_step(msi_matrix_update *u, ms_optimizer_kind step, ms_update_args args) {
     args.kind = step;
     args.is_guarded = u->is_guarded;
-    MSI_THEN(u->result,
-             msi_device(u->m, u->m->config.backend.update(u->m->device, &args), "update"));
+    MSI_THEN(u->result, MSI_DEVICE(u->m, update, "update", &args));
 }
 
 /* The arguments of the update, without its state, and with another gradient. scale: of that, or NULL. */
@@ -26222,28 +26144,13 @@ static void msi_multiply_floats(msi_matrix_update *u, float alpha, ms_matrix a, 
 
 /* The sum of squares of a matrix, number k of the sums. */
 static void msi_sum_squares(msi_matrix_update *u, int k, const void *data, ms_dtype dtype) {
-    const ms_backend *b = &u->m->config.backend;
-    MSI_THEN(u->result, msi_device(u->m,
-                                   b->add_squares(u->m->device, data, dtype, u->args->count,
-                                                  &u->sums[k], 1, u->nonfinite),
-                                   "sum of squares"));
+    MSI_THEN(u->result, MSI_DEVICE(u->m, add_squares, "sum of squares", data, dtype, u->args->count,
+                                   &u->sums[k], 1, u->nonfinite));
 }
 
 static void msi_find_factor(msi_matrix_update *u, const float *mean) {
     const ms_factor_args args = {u->args->kind, u->args->count, u->sums, mean, u->factor};
-    MSI_THEN(u->result,
-             msi_device(u->m, u->m->config.backend.factor(u->m->device, &args), "factor"));
-}
-
-static void msi_clear_sums(msi_matrix_update *u) {
-    MSI_THEN(u->result, msi_fill(u->m, u->sums, false, 0, 2 * sizeof(double) + 3 * sizeof(float)));
-}
-
-static void msi_copy_floats(msi_matrix_update *u, float *to, const float *from, uint64_t count) {
-    MSI_THEN(u->result,
-             msi_device(u->m,
-                        u->m->config.backend.copy(u->m->device, to, from, count * sizeof(float)),
-                        "copy"));
+    MSI_THEN(u->result, MSI_DEVICE(u->m, factor, "factor", &args));
 }
 
 /* One of the steps that bring the singular values of x near 1; the result changes places with x. */
@@ -26256,11 +26163,12 @@ static void msi_orthogonalize(msi_matrix_update *u) {
     const ms_matrix y = msi_floats_as(u->y, rows, cols, false);
     const ms_matrix a = msi_floats_as(u->a, least, least, false);
     const ms_matrix b = msi_floats_as(u->b, least, least, false);
+    const uint64_t square = least * least * sizeof(float), all = rows * cols * sizeof(float);
     float *const spare = u->x;
     msi_multiply_floats(u, 1.0f, wide ? x : turned, wide ? turned : x, 0.0f, a);
-    msi_copy_floats(u, u->b, u->a, least * least);
+    MSI_THEN(u->result, MSI_DEVICE(u->m, copy, "copy", u->b, u->a, square));
     msi_multiply_floats(u, 2.0315f, a, a, -4.7750f, b);
-    msi_copy_floats(u, u->y, u->x, rows * cols);
+    MSI_THEN(u->result, MSI_DEVICE(u->m, copy, "copy", u->y, u->x, all));
     msi_multiply_floats(u, 1.0f, wide ? b : x, wide ? x : b, 3.4445f, y);
     u->x = u->y;
     u->y = spare;
@@ -26272,13 +26180,10 @@ static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
     momentum.value = u.x;
     momentum.value_dtype = MS_DTYPE_F32;
     momentum.master = NULL;
-    msi_clear_sums(&u);
     msi_take_step(&u, MS_UPDATE_MOMENTUM, momentum);
     msi_sum_squares(&u, 0, u.x, MS_DTYPE_F32);
     msi_find_factor(&u, NULL);
-    MSI_THEN(
-        u.result,
-        msi_device(m, m->config.backend.scale_f32(m->device, u.x, u.factor, args->count), "scale"));
+    MSI_THEN(u.result, MSI_DEVICE(m, scale_f32, "scale", u.x, u.factor, args->count));
     for (int k = 0; k < 5; k++) {
         msi_orthogonalize(&u);
     }
@@ -26286,17 +26191,13 @@ static ms_result msi_update_muon(ms_model *m, const ms_update_args *args) {
     return u.result;
 }
 
-/* The second moment of a matrix, from its squares in x; x becomes the inverse of its root, divided
-   by the root of u->mean. */
+/* The second moment of a matrix, by its squares in x; x becomes 1 / (its root * root of u->mean). */
 static void msi_factor_moment(msi_matrix_update *u) {
     const uint64_t rows = u->grid.rows, cols = u->grid.cols;
     float *const of_rows = u->args->state[0], *const of_cols = u->args->state[1];
     const ms_matrix x = msi_floats_as(u->x, rows, cols, false);
     const float row = 1.0f / (float)rows, col = 1.0f / (float)cols;
-    MSI_THEN(u->result, msi_device(u->m,
-                                   u->m->config.backend.fill_f32(u->m->device, u->ones, 1.0f,
-                                                                 msi_larger(rows, cols)),
-                                   "fill"));
+    MSI_THEN(u->result, MSI_DEVICE(u->m, fill_f32, "fill", u->ones, 1.0f, msi_larger(rows, cols)));
     msi_multiply_floats(u, col, x, msi_floats_as(u->ones, cols, 1, false), 0.0f,
                         msi_floats_as(u->a, rows, 1, false));
     msi_multiply_floats(u, row, msi_floats_as(u->ones, 1, rows, false), x, 0.0f,
@@ -26314,7 +26215,6 @@ static void msi_factor_moment(msi_matrix_update *u) {
 
 static ms_result msi_update_adafactor(ms_model *m, const ms_update_args *args) {
     msi_matrix_update u = msi_begin_matrix(m, args);
-    msi_clear_sums(&u);
     msi_step_floats(&u, MS_UPDATE_SQUARE, u.x, args->gradient, args->gradient_dtype,
                     args->gradient_scale, args->count);
     if (u.grid.is_factored) {
@@ -26506,8 +26406,7 @@ static MSI_COLD msi_extent msi_extent_at(const ms_model *m, uint32_t i) {
     return extent;
 }
 
-/* Saves everything that is in memory to the shadow, or restores it. Goes on after an error, so that
-   as much as possible is restored. */
+/* Saves all that is in memory to the shadow, or restores it: after an error, as much as possible. */
 static MSI_COLD ms_result msi_shadow_all(ms_model *m, bool restore) {
     ms_result result = MS_RESULT_OK;
     for (uint32_t i = 0; i <= m->run.store->residents.count; i++) {
@@ -26535,8 +26434,7 @@ static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
                                    : (double)msi_load(data, dtype, i); // F32, F16, BF16
 }
 
-/* Whether an element has all bits set, or is an element of 16 bits with all bits set as F32: no
-   layer writes such a number. */
+/* Whether an element has all bits set, as it is or as 16 bits in F32: no layer writes such a number. */
 static bool msi_is_unwritten(const uint8_t *at, ms_dtype dtype) {
     uint32_t word = 0;
     if (dtype != MS_DTYPE_F32) {
@@ -29485,8 +29383,7 @@ static void msi_learn_times(ms_model *m) {
         l->measured = time;
         l->measured_elements = elements;
     }
-    for (uint32_t k = 0; k < p->code.instructions.count;
-         k++) { // what is kept is that of calls in F32
+    for (uint32_t k = 0; k < p->code.instructions.count; k++) { // what is kept is of calls in F32
         const msi_instruction *i = &p->code.instructions.items[k];
         const bool is_first = i->op == MSI_OP_FORWARD && i->rows.begin == 0; // of the tiles
         if (is_first && i->format != MSI_FORMAT_F32) {
@@ -29544,7 +29441,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         m->run.updates_done += result == MS_RESULT_OK;
         MSI_THEN(result, msi_optimizer_of(args.kind).is_whole
                              ? msi_update_matrix(m, &args)
-                             : msi_device(m, m->config.backend.update(m->device, &args), "update"));
+                             : MSI_DEVICE(m, update, "update", &args));
         return result;
     }
     /* It ignores a halt, and takes the number of the update from the host: it waits for the verdict. */
@@ -29578,14 +29475,13 @@ static ms_result msi_run_fill(ms_model *m, const msi_program *p, const msi_instr
     const uint64_t bytes = msi_operand_bytes(&m->graph, p, i, 0);
     void *memory = msi_part_address(m, p, i, range);
     if (i->op == MSI_OP_SEED) {
-        const ms_backend *b = &m->config.backend;
+        const float *scale = &msi_state_on_device(m, false)->loss_scale;
         const uint64_t count = bytes / sizeof(float);
-        int error = b->fill_f32(m->device, memory, m->run.step_factor, count);
-        if (error == 0 && p->code.scales_loss) {
-            error =
-                b->scale_f32(m->device, memory, &msi_state_on_device(m, false)->loss_scale, count);
-        }
-        return msi_device(m, error, "fill");
+        ms_result result = MSI_DEVICE(m, fill_f32, "fill", memory, m->run.step_factor, count);
+        MSI_THEN(result, p->code.scales_loss
+                             ? MSI_DEVICE(m, scale_f32, "fill", memory, scale, count)
+                             : MS_RESULT_OK);
+        return result;
     }
     return i->is_first && m->run.micro > 0 ? MS_RESULT_OK : msi_fill(m, memory, false, 0, bytes);
 }
@@ -29626,11 +29522,9 @@ static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_i
     const ms_dtype from = msi_dtype_of((msi_format)ranges[pair.source_range].format);
     const uint64_t all = ms_shape_count(&view->shape);
     const uint64_t count = i->rows.of > 0 ? msi_scale_rows(all, i->rows.count, i->rows.of) : all;
-    const ms_backend *b = &m->config.backend;
-    const int error = i->op == MSI_OP_ADD
-                          ? b->add(m->device, pair.target, to, pair.source, from, count)
-                          : b->cast(m->device, pair.target, to, pair.source, from, count);
-    return msi_device(m, error, msi_ops[i->op].name);
+    return i->op == MSI_OP_ADD
+               ? MSI_DEVICE(m, add, "add", pair.target, to, pair.source, from, count)
+               : MSI_DEVICE(m, cast, "cast", pair.target, to, pair.source, from, count);
 }
 
 /* Whether callbacks use one of the ends of a copy on the host. */
@@ -30012,12 +29906,10 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
 
 /* OK if an event has come, else MORE; OK too where the backend cannot tell. */
 static ms_result msi_has_come(ms_model *m, uint32_t event) {
-    const ms_backend *b = &m->config.backend;
+    const bool can_ask = msi_enqueues_copies(&m->config.backend) && m->config.backend.query;
     bool has_come = true;
     const ms_result result =
-        msi_enqueues_copies(&m->config.backend) && b->query
-            ? msi_device(m, b->query(m->device, event, &has_come), "asking for an event")
-            : MS_RESULT_OK;
+        can_ask ? MSI_DEVICE(m, query, "asking for an event", event, &has_come) : MS_RESULT_OK;
     return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
 }
 
@@ -30029,11 +29921,8 @@ static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
     const uint32_t event = msi_event_of_host(m, p, now);
     const ms_result come = event == MSI_NONE ? MS_RESULT_OK : msi_has_come(m, event);
     const bool starts = !s->has_run && s->count == 0 && event == MSI_NONE;
-    if (come != MS_RESULT_OK && come != MS_RESULT_MORE) {
+    if (event != MSI_NONE && come != MS_RESULT_MORE) {
         return come;
-    }
-    if (event != MSI_NONE && come == MS_RESULT_OK) {
-        return MS_RESULT_OK;
     }
     const bool asynchronous = m->config.backend.is_asynchronous;
     const bool fits = starts || (asynchronous ? event == MSI_NONE && us <= s->room_us
@@ -30338,7 +30227,6 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
 /* Runs a step by its recording, which is made here if it is missing. The first step runs without
    one, so that callbacks have done what they do only once. */
 static ms_result msi_replay(ms_model *m) {
-    const ms_backend *b = &m->config.backend;
     msi_recording *g =
         &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
                                  (msi_is_last_micro(&m->run) ? MSI_RECORDING_LAST : 0)];
@@ -30353,10 +30241,8 @@ static ms_result msi_replay(ms_model *m) {
     MSI_THEN(result, msi_is_last_micro(&m->run) ? msi_upload_factors(m) : MS_RESULT_OK);
     result = msi_abandon_on_error(m, result);
     MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
-    if (result == MS_RESULT_OK) {
-        const int error = b->recording_launch(m->device, g->handle);
-        result = msi_abandon_on_error(m, msi_device(m, error, "the launch of a recording"));
-    }
+    MSI_THEN(result, msi_abandon_on_error(m, MSI_DEVICE(m, recording_launch,
+                                                        "the launch of a recording", g->handle)));
     if (result != MS_RESULT_OK) {
         m->run.step = step; // nothing of it has run
         return result;
@@ -30458,7 +30344,7 @@ static ms_result msi_retire_slices(ms_model *m) {
         double us = 0.0;
         result = b->query ? msi_has_come(m, begin + 1) : msi_wait_on_host(m, begin + 1);
         if (result == MS_RESULT_OK && b->elapsed) {
-            result = msi_device(m, b->elapsed(m->device, begin, begin + 1, &us), "timing a slice");
+            result = MSI_DEVICE(m, elapsed, "timing a slice", begin, begin + 1, &us);
         }
         if (us > 0.0 && result == MS_RESULT_OK) {
             msi_correct(s, s->given_us[number] / (s->correction > 0.0 ? s->correction : 1.0), us);
@@ -30471,12 +30357,11 @@ static ms_result msi_retire_slices(ms_model *m) {
 
 /* Begins a slice: sets its end, or what an asynchronous device can be given beyond what it has. */
 static ms_result msi_begin_slice(ms_model *m, double begin_us, uint64_t microseconds) {
-    const ms_backend *b = &m->config.backend;
     msi_slices *s = &m->run.slices;
     const double room_us =
         microseconds > 0 ? (double)microseconds : -1.0; // none: not even for 0 us
     s->has_run = microseconds == 0;
-    if (!b->is_asynchronous) {
+    if (!m->config.backend.is_asynchronous) {
         s->now_us = begin_us;
         s->end_us = begin_us + room_us;
         return MS_RESULT_OK;
@@ -30490,7 +30375,7 @@ static ms_result msi_begin_slice(ms_model *m, double begin_us, uint64_t microsec
         s->room_us = -1.0;
     } else {
         const uint32_t begin = MSI_EVENT_SLICES + 2 * ((s->first + s->count) % MSI_MOST_SLICES);
-        MSI_THEN(result, msi_device(m, b->record(m->device, MS_STREAM_COMPUTE, begin), "slice"));
+        MSI_THEN(result, MSI_DEVICE(m, record, "slice", MS_STREAM_COMPUTE, begin));
     }
     return result;
 }
@@ -30504,9 +30389,7 @@ static ms_result msi_end_slice(ms_model *m, double room_us) {
     }
     s->given_us[number] = room_us - s->room_us;
     s->count++;
-    const int error =
-        m->config.backend.record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_SLICES + 2 * number + 1);
-    return msi_device(m, error, "slice");
+    return MSI_DEVICE(m, record, "slice", MS_STREAM_COMPUTE, MSI_EVENT_SLICES + 2 * number + 1);
 }
 
 /* What a step in slices returns after all of it is enqueued: MORE until its loss has come. */
@@ -30529,8 +30412,7 @@ static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
     const bool goes_on = s->is_open && !m->run.busy && !m->run.visits;
-    if (goes_on &&
-        msi_is_suspended(m)) { // to undo old state takes instructions, and these a device
+    if (goes_on && msi_is_suspended(m)) { // undoing old state takes instructions, these a device
         const ms_result ended = m->run.state_is_old ? MS_RESULT_OK : msi_check_cancel(m);
         return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : msi_abandon(m, ended);
     }
@@ -30600,9 +30482,7 @@ static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
                         (double)factor);
     }
     ms_result result = msi_check_called(m, function);
-    if (result == MS_RESULT_OK && m->run.slices.is_open) {
-        result = msi_fail_in_slices(m, function);
-    }
+    MSI_THEN(result, m->run.slices.is_open ? msi_fail_in_slices(m, function) : MS_RESULT_OK);
     if (result == MS_RESULT_OK && begun && (m->run.updates_done > 0 || msi_has_norm(&m->run))) {
         result = msi_fail(m, MS_RESULT_ORDER,
                           "%s: the update has begun (early_update, or ms_gradient_norm): set the "
@@ -32483,8 +32363,7 @@ static MSI_COLD ms_result msi_make_pass(msi_verification *v, int pass) {
     }
     w.keeps_gradients = true;
     msi_decide_plain(&m->graph, plan->decisions);
-    for (uint32_t t = 0; t < m->graph.tensors.count;
-         t++) { // one store has the homes of both passes
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) { // one store has both passes' homes
         const msi_tensor_decision *of = &m->run.plan->decisions[t];
         msi_tensor_decision *d = &plan->decisions[t];
         const msi_tensor *tensor = &m->graph.tensors.items[t];
@@ -32868,8 +32747,7 @@ typedef struct msi_finds {
     bool in_loss;
 } msi_finds;
 
-/* Looks at the operands of a layer's instruction: before it runs at what it reads of residents,
-   after it at what it has made. */
+/* Looks at what a layer's instruction reads of residents, before it runs, or has made, after that. */
 static MSI_COLD ms_result msi_scan_instruction(msi_verification *v, msi_finds *f, uint32_t now,
                                                bool after) {
     const ms_model *m = v->model;
@@ -35141,9 +35019,8 @@ static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k
         o.begin = msi_scale_rows(all, i->rows.begin, i->rows.of);
         o.bytes = msi_scale_rows(all, i->rows.count, i->rows.of);
     } else if (o.is_part) {
-        const uint64_t elements = w->model->graph.tensors.items[i->target].bytes / sizeof(float);
-        const msi_part part = msi_part_bytes((msi_format)range->format,
-                                             msi_part_of(elements, i->part, i->part_count));
+        const msi_part part =
+            msi_part_bytes((msi_format)range->format, msi_part_at(&w->model->graph, i));
         o.begin = part.begin;
         o.bytes = part.count;
     } else if (!whole && range->role == MSI_ROLE_NORM &&
@@ -37283,6 +37160,9 @@ template <typename Call> static int msi_cuda_with(const void *state, Call call) 
 
 } // namespace
 
+/* Makes a call of the runtime, in which `c` is the state, on its device. */
+#define MSI_CUDA_CALL(state, call) msi_cuda_with(state, [&](const msi_cuda *c) { return call; })
+
 static int msi_cuda_device(void *user) {
     return (int)(intptr_t)user;
 }
@@ -37299,6 +37179,10 @@ static int msi_cuda_launch(const void *state, uint64_t blocks, void (*kernel)(Pa
         return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
     });
 }
+
+/* How functions of the device begin, and those kernels that have blocks of MSI_CUDA_THREADS. */
+#define MSI_ON_DEVICE static __device__ __forceinline__
+#define MSI_KERNEL    static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 
 static uint64_t msi_cuda_blocks(uint64_t threads) {
     return (threads + MSI_CUDA_THREADS - 1) / MSI_CUDA_THREADS;
@@ -37320,7 +37204,7 @@ static msi_cuda_split msi_cuda_split_of(uint64_t count, uint64_t group, uintptr_
     return r;
 }
 
-static __device__ __forceinline__ uint64_t msi_cuda_index() {
+MSI_ON_DEVICE uint64_t msi_cuda_index() {
     return (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
@@ -37347,8 +37231,7 @@ typedef struct msi_cuda_words {
     uint32_t word[MSI_CUDA_WORDS];
 } msi_cuda_words;
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_upload(uint32_t *x, msi_cuda_words words, uint32_t count) {
+MSI_KERNEL msi_k_upload(uint32_t *x, msi_cuda_words words, uint32_t count) {
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         x[i] = words.word[i];
     }
@@ -37361,8 +37244,7 @@ MSI_CALL_FORMATS(MSI_X)
 #undef MSI_X
 
 /* Eight elements in a format of calls at element 8 * i. */
-static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data, ms_dtype dtype,
-                                                      uint64_t i) {
+MSI_ON_DEVICE void msi_cuda_load8(float *x, const void *data, ms_dtype dtype, uint64_t i) {
     if (dtype == MS_DTYPE_F32) {
         const float4 a = ((const float4 *)data)[2 * i], b = ((const float4 *)data)[2 * i + 1];
         x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
@@ -37377,8 +37259,7 @@ static __device__ __forceinline__ void msi_cuda_load8(float *x, const void *data
     }
 }
 
-static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtype, uint64_t i,
-                                                       const float *x) {
+MSI_ON_DEVICE void msi_cuda_store8(void *data, ms_dtype dtype, uint64_t i, const float *x) {
     if (dtype == MS_DTYPE_F32) {
         ((float4 *)data)[2 * i] = make_float4(x[0], x[1], x[2], x[3]);
         ((float4 *)data)[2 * i + 1] = make_float4(x[4], x[5], x[6], x[7]);
@@ -37395,37 +37276,29 @@ static __device__ __forceinline__ void msi_cuda_store8(void *data, ms_dtype dtyp
     ((uint4 *)data)[i] = packed;
 }
 
-static __global__ void msi_k_cast(void *target, ms_dtype to, const void *source, ms_dtype from,
-                                  msi_cuda_split r) {
+/* Casts or adds elements. */
+static __global__ void msi_k_elements(void *target, ms_dtype to, const void *source, ms_dtype from,
+                                      bool adds, msi_cuda_split r) {
     const uint64_t i = msi_cuda_index();
     if (i < r.groups) {
-        float x[8];
+        float x[8], sum[8];
         msi_cuda_load8(x, source, from, i);
-        msi_cuda_store8(target, to, i, x);
-    } else if (i < r.threads) {
-        msi_store_as(target, to, i + 7 * r.groups, msi_load(source, from, i + 7 * r.groups));
-    }
-}
-
-static __global__ void msi_k_add(void *target, ms_dtype to, const void *source, ms_dtype from,
-                                 msi_cuda_split r) {
-    const uint64_t i = msi_cuda_index();
-    if (i < r.groups) {
-        float x[8], y[8];
-        msi_cuda_load8(x, target, to, i);
-        msi_cuda_load8(y, source, from, i);
-        for (int k = 0; k < 8; k++) {
-            x[k] += y[k];
+        if (adds) {
+            msi_cuda_load8(sum, target, to, i);
         }
-        msi_cuda_store8(target, to, i, x);
+        for (int k = 0; k < 8; k++) {
+            sum[k] = adds ? sum[k] + x[k] : x[k];
+        }
+        msi_cuda_store8(target, to, i, sum);
     } else if (i < r.threads) {
         const uint64_t at = i + 7 * r.groups;
-        msi_store_as(target, to, at, msi_load(target, to, at) + msi_load(source, from, at));
+        const float x = msi_load(source, from, at);
+        msi_store_as(target, to, at, adds ? msi_load(target, to, at) + x : x);
     }
 }
 
 /* The sum over all threads of a block, in a fixed order. Only thread 0 may use the result. */
-static __device__ __forceinline__ double msi_cuda_block_sum(double sum) {
+MSI_ON_DEVICE double msi_cuda_block_sum(double sum) {
     __shared__ double shared[MSI_CUDA_THREADS];
     shared[threadIdx.x] = sum;
     for (unsigned width = MSI_CUDA_THREADS / 2; width > 0; width /= 2) {
@@ -37437,13 +37310,12 @@ static __device__ __forceinline__ double msi_cuda_block_sum(double sum) {
     return threadIdx.x == 0 ? shared[0] : 0.0;
 }
 
-static __device__ __forceinline__ double msi_cuda_square(float x) {
+MSI_ON_DEVICE double msi_cuda_square(float x) {
     return (double)x * (double)x;
 }
 
 /* partials[b] = the sum of the elements that block b visits, or of their squares. */
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
+MSI_KERNEL msi_k_sum(const float *x, msi_cuda_split r, bool squares, double *partials) {
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
         const uint64_t k = i + 3 * r.groups;
@@ -37460,8 +37332,8 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 }
 
 /* The same of squares in 16 bits. */
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_half_squares(const void *data, ms_dtype dtype, msi_cuda_split r, double *partials) {
+MSI_KERNEL msi_k_half_squares(const void *data, ms_dtype dtype, msi_cuda_split r,
+                              double *partials) {
     double sum = 0.0;
     for (uint64_t i = msi_cuda_index(); i < r.threads; i += (uint64_t)gridDim.x * blockDim.x) {
         float x[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -37481,8 +37353,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
 }
 
 /* The sum of all partial sums. Only thread 0 may use the result. */
-static __device__ __forceinline__ double msi_cuda_partials_sum(const double *partials,
-                                                               uint32_t count) {
+MSI_ON_DEVICE double msi_cuda_partials_sum(const double *partials, uint32_t count) {
     double mine = 0.0;
     for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
         mine += partials[i];
@@ -37490,9 +37361,8 @@ static __device__ __forceinline__ double msi_cuda_partials_sum(const double *par
     return msi_cuda_block_sum(mine);
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_add_partials(double *sum, const double *partials, uint32_t count, uint32_t number,
-                       uint32_t *nonfinite) {
+MSI_KERNEL msi_k_add_partials(double *sum, const double *partials, uint32_t count, uint32_t number,
+                              uint32_t *nonfinite) {
     const double all = msi_cuda_partials_sum(partials, count);
     if (threadIdx.x == 0) {
         *sum += all;
@@ -37500,8 +37370,7 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_loss(const double *partials, uint32_t count, double factor, ms_step_state *step) {
+MSI_KERNEL msi_k_loss(const double *partials, uint32_t count, double factor, ms_step_state *step) {
     const double all = msi_cuda_partials_sum(partials, count);
     if (threadIdx.x == 0) {
         msi_judge_loss(step, factor * all);
@@ -37513,9 +37382,8 @@ typedef struct msi_cuda_limits {
 } msi_cuda_limits;
 
 /* By one block. */
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_clip(ms_norm *norms, msi_cuda_limits limits, uint32_t count, ms_step_state *step,
-               ms_update_factors *factors, uint64_t factor_count) {
+MSI_KERNEL msi_k_clip(ms_norm *norms, msi_cuda_limits limits, uint32_t count, ms_step_state *step,
+                      ms_update_factors *factors, uint64_t factor_count) {
     if (threadIdx.x == 0) {
         msi_judge_norms(step, norms, limits.of, count);
     }
@@ -37525,15 +37393,15 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     }
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS) msi_k_factor(ms_factor_args args) {
+MSI_KERNEL msi_k_factor(ms_factor_args args) {
     if (threadIdx.x == 0) {
         *args.factor = msi_factor_of(&args);
     }
 }
 
 /* An update in F32, compiled for each optimizer. */
-static __device__ __forceinline__ void
-msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda_split r) {
+MSI_ON_DEVICE void msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u,
+                                          msi_cuda_split r) {
     const uint64_t i = msi_cuda_index(), k = i + 3 * r.groups;
     if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE) {
         return;
@@ -37567,8 +37435,7 @@ msi_cuda_update_floats(ms_optimizer_kind kind, const ms_update_args &u, msi_cuda
 }
 
 #define MSI_X(constant, name, ...)                                                                 \
-    static __global__ void __launch_bounds__(MSI_CUDA_THREADS)                                     \
-        msi_k_##name(ms_update_args u, msi_cuda_split r) {                                         \
+    MSI_KERNEL msi_k_##name(ms_update_args u, msi_cuda_split r) {                                  \
         msi_cuda_update_floats(constant, u, r);                                                    \
     }
 MSI_CASES_OF_ELEMENTS
@@ -37582,8 +37449,8 @@ typedef struct msi_cuda_lane {
     bool aligned; // all arrays, to 16 bytes
 } msi_cuda_lane;
 
-static __device__ __forceinline__ void msi_cuda_load_some(float *x, const void *data,
-                                                          ms_dtype dtype, msi_cuda_lane lane) {
+MSI_ON_DEVICE void msi_cuda_load_some(float *x, const void *data, ms_dtype dtype,
+                                      msi_cuda_lane lane) {
     if (lane.used == 8 && lane.aligned) {
         msi_cuda_load8(x, data, dtype, lane.at / 8);
         return;
@@ -37593,8 +37460,8 @@ static __device__ __forceinline__ void msi_cuda_load_some(float *x, const void *
     }
 }
 
-static __device__ __forceinline__ void msi_cuda_store_some(void *data, ms_dtype dtype,
-                                                           msi_cuda_lane lane, const float *x) {
+MSI_ON_DEVICE void msi_cuda_store_some(void *data, ms_dtype dtype, msi_cuda_lane lane,
+                                       const float *x) {
     if (lane.used == 8 && lane.aligned) {
         msi_cuda_store8(data, dtype, lane.at / 8, x);
         return;
@@ -37605,9 +37472,8 @@ static __device__ __forceinline__ void msi_cuda_store_some(void *data, ms_dtype 
 }
 
 /* Codes are padded, so that there are 8 for each lane that has any. */
-static __device__ __forceinline__ void msi_cuda_decode_8bit(float *x, const uint8_t *state,
-                                                            bool is_signed, uint64_t count,
-                                                            msi_cuda_lane lane) {
+MSI_ON_DEVICE void msi_cuda_decode_8bit(float *x, const uint8_t *state, bool is_signed,
+                                        uint64_t count, msi_cuda_lane lane) {
     const uint64_t block = lane.at - lane.at % MSI_CODED_BLOCK;
     const float scale = *(const float *)(state + msi_scale_at(block, count));
     const float unit = scale * (is_signed ? MSI_UNIT_SIGNED : MSI_UNIT_UNSIGNED);
@@ -37622,9 +37488,8 @@ static __device__ __forceinline__ void msi_cuda_decode_8bit(float *x, const uint
     }
 }
 
-static __device__ __forceinline__ void msi_cuda_encode_8bit(uint8_t *state, bool is_signed,
-                                                            uint64_t count, msi_cuda_lane lane,
-                                                            const float *x) {
+MSI_ON_DEVICE void msi_cuda_encode_8bit(uint8_t *state, bool is_signed, uint64_t count,
+                                        msi_cuda_lane lane, const float *x) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < lane.used; i++) {
         const uint32_t size = msi_size_of(x[i], is_signed);
@@ -37653,8 +37518,8 @@ static __device__ __forceinline__ void msi_cuda_encode_8bit(uint8_t *state, bool
     }
 }
 
-static __device__ __forceinline__ void msi_cuda_load_state(float *x, const ms_update_args *u, int k,
-                                                           msi_cuda_lane lane) {
+MSI_ON_DEVICE void msi_cuda_load_state(float *x, const ms_update_args *u, int k,
+                                       msi_cuda_lane lane) {
     const void *state = u->state[k];
 #define MSI_X(name, small, type, dtype, as, ...)                                                   \
     if (u->state_format[k] == (as)) {                                                              \
@@ -37671,8 +37536,8 @@ static __device__ __forceinline__ void msi_cuda_load_state(float *x, const ms_up
 #undef MSI_X
 }
 
-static __device__ __forceinline__ void msi_cuda_store_state(const ms_update_args *u, int k,
-                                                            msi_cuda_lane lane, float *x) {
+MSI_ON_DEVICE void msi_cuda_store_state(const ms_update_args *u, int k, msi_cuda_lane lane,
+                                        float *x) {
     void *state = u->state[k];
     const uint32_t key = msi_state_key(u, k);
 #define MSI_X(name, small, type, dtype, as, ...)                                                   \
@@ -37694,8 +37559,7 @@ static __device__ __forceinline__ void msi_cuda_store_state(const ms_update_args
 #undef MSI_X
 }
 
-static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
-    msi_k_update_state(ms_update_args u, bool aligned) {
+MSI_KERNEL msi_k_update_state(ms_update_args u, bool aligned) {
     msi_cuda_lane lane;
     lane.at = msi_cuda_index() * 8;
     if (u.state_of_step->halted != (uint32_t)MS_HALT_NONE ||
@@ -37709,11 +37573,8 @@ static __global__ void __launch_bounds__(MSI_CUDA_THREADS)
     const float scale = u.gradient_scale ? *u.gradient_scale : 1.0f;
     const bool has_first = u.state[0] != NULL, has_second = u.state[1] != NULL;
     float p[8], g[8], first[8] = {0, 0, 0, 0, 0, 0, 0, 0}, second[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (u.master) {
-        msi_cuda_load_some(p, u.master, MS_DTYPE_F32, lane);
-    } else {
-        msi_cuda_load_some(p, u.value, u.value_dtype, lane);
-    }
+    msi_cuda_load_some(p, u.master ? u.master : u.value, u.master ? MS_DTYPE_F32 : u.value_dtype,
+                       lane);
     msi_cuda_load_some(g, u.gradient, u.gradient_dtype, lane);
     if (has_first) {
         msi_cuda_load_state(first, &u, 0, lane);
@@ -38004,9 +37865,7 @@ static int msi_cuda_prepare(void *state, const ms_prepare_args *args) {
 
 static int msi_cuda_memcpy(void *state, ms_stream_kind stream, void *to, const void *from,
                            uint64_t bytes, cudaMemcpyKind kind) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]);
-    });
+    return MSI_CUDA_CALL(state, cudaMemcpyAsync(to, from, (size_t)bytes, kind, c->streams[stream]));
 }
 
 static int msi_cuda_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
@@ -38036,9 +37895,8 @@ static int msi_cuda_upload(void *state, void *device, const void *host, uint64_t
 }
 
 static int msi_cuda_fill_bytes(void *state, void *device, uint8_t value, uint64_t bytes) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]);
-    });
+    return MSI_CUDA_CALL(
+        state, cudaMemsetAsync(device, value, (size_t)bytes, c->streams[MS_STREAM_COMPUTE]));
 }
 
 static int msi_cuda_fill_f32(void *state, void *device, float value, uint64_t count) {
@@ -38052,18 +37910,12 @@ static int msi_cuda_scale_f32(void *state, void *device, const float *factor, ui
                            count);
 }
 
-static int msi_cuda_add(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
-                        uint64_t count) {
+template <bool adds>
+static int msi_cuda_elements(void *state, void *target, ms_dtype to, const void *source,
+                             ms_dtype from, uint64_t count) {
     const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
-    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_add, target, to, source, from,
-                           r);
-}
-
-static int msi_cuda_cast(void *state, void *target, ms_dtype to, const void *source, ms_dtype from,
-                         uint64_t count) {
-    const msi_cuda_split r = msi_cuda_split_of(count, 8, (uintptr_t)target | (uintptr_t)source);
-    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_cast, target, to, source, from,
-                           r);
+    return msi_cuda_launch(state, msi_cuda_blocks(r.threads), msi_k_elements, target, to, source,
+                           from, adds, r);
 }
 
 /* Writes the partial sums of an array, or of its squares, to c->partials, and their number. */
@@ -38147,20 +37999,15 @@ static int msi_cuda_synchronize(void *state) {
 }
 
 static int msi_cuda_record(void *state, ms_stream_kind stream, uint32_t event) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaEventRecord(c->events[event], c->streams[stream]);
-    });
+    return MSI_CUDA_CALL(state, cudaEventRecord(c->events[event], c->streams[stream]));
 }
 
 static int msi_cuda_wait(void *state, ms_stream_kind stream, uint32_t event) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaStreamWaitEvent(c->streams[stream], c->events[event], 0);
-    });
+    return MSI_CUDA_CALL(state, cudaStreamWaitEvent(c->streams[stream], c->events[event], 0));
 }
 
 static int msi_cuda_wait_on_host(void *state, uint32_t event) {
-    return msi_cuda_with(state,
-                         [&](const msi_cuda *c) { return cudaEventSynchronize(c->events[event]); });
+    return MSI_CUDA_CALL(state, cudaEventSynchronize(c->events[event]));
 }
 
 static int msi_cuda_query(void *state, uint32_t event, bool *has_come) {
@@ -38178,9 +38025,8 @@ static int msi_cuda_query(void *state, uint32_t event, bool *has_come) {
 static int msi_cuda_elapsed(void *state, uint32_t first_event, uint32_t last_event,
                             double *microseconds) {
     float milliseconds = 0.0f;
-    const int error = msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaEventElapsedTime(&milliseconds, c->events[first_event], c->events[last_event]);
-    });
+    const int error = MSI_CUDA_CALL(
+        state, cudaEventElapsedTime(&milliseconds, c->events[first_event], c->events[last_event]));
     *microseconds = 1e3 * (double)milliseconds;
     return error;
 }
@@ -38191,17 +38037,14 @@ static void *msi_cuda_stream(void *state) {
 
 /* A call of this thread that cannot be recorded invalidates the recording; others may call anything. */
 static int msi_cuda_recording_begin(void *state) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
-                                      cudaStreamCaptureModeThreadLocal);
-    });
+    return MSI_CUDA_CALL(state, cudaStreamBeginCapture(c->streams[MS_STREAM_COMPUTE],
+                                                       cudaStreamCaptureModeThreadLocal));
 }
 
 static int msi_cuda_recording_check(void *state) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    const int error = msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status);
-    });
+    const int error =
+        MSI_CUDA_CALL(state, cudaStreamIsCapturing(c->streams[MS_STREAM_COMPUTE], &status));
     return error                                     ? error
            : status == cudaStreamCaptureStatusActive ? 0
                                                      : (int)cudaErrorStreamCaptureInvalidated;
@@ -38224,9 +38067,8 @@ static int msi_cuda_recording_end(void *state, void **recording) {
 }
 
 static int msi_cuda_recording_launch(void *state, void *recording) {
-    return msi_cuda_with(state, [&](const msi_cuda *c) {
-        return cudaGraphLaunch((cudaGraphExec_t)recording, c->streams[MS_STREAM_COMPUTE]);
-    });
+    return MSI_CUDA_CALL(
+        state, cudaGraphLaunch((cudaGraphExec_t)recording, c->streams[MS_STREAM_COMPUTE]));
 }
 
 static void msi_cuda_recording_release(void *state, void *recording) {
@@ -38251,12 +38093,14 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(memory_alloc), MSI_USE(memory_release), MSI_USE(host_alloc), MSI_USE(host_release);
     MSI_USE(hardware), MSI_USE(error_text), MSI_USE(open), MSI_USE(close), MSI_USE(prepare);
     MSI_USE(copy_in), MSI_USE(copy_out), MSI_USE(upload), MSI_USE(copy), MSI_USE(fill_bytes);
-    MSI_USE(fill_f32), MSI_USE(scale_f32), MSI_USE(add), MSI_USE(cast), MSI_USE(loss);
+    MSI_USE(fill_f32), MSI_USE(scale_f32), MSI_USE(loss);
     MSI_USE(add_squares), MSI_USE(clip_scale), MSI_USE(update), MSI_USE(factor), MSI_USE(gemm);
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
     MSI_USE(recording_launch), MSI_USE(recording_release), MSI_USE(query), MSI_USE(elapsed);
 #undef MSI_USE
+    b.add = msi_cuda_elements<true>;
+    b.cast = msi_cuda_elements<false>;
     return b;
 }
 

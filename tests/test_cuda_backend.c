@@ -318,7 +318,7 @@ static void no_kernel_is_launched_beyond_the_program(void **state) {
     emulation_finish();
     static const char *const kernels[] = {"msi_k_adamw",  "msi_k_sum",  "msi_k_add_partials",
                                           "msi_k_loss",   "msi_k_clip", "msi_k_fill_f32",
-                                          "msi_k_upload", "cn_k_layer", "msi_k_add"};
+                                          "msi_k_upload", "cn_k_layer", "msi_k_elements"};
     const uint64_t expected[] = {CN_PARAMS, CN_PARAMS + 1, CN_PARAMS, 1, 1, 1, 2, 2 * net.op_count};
     uint64_t sum = 0;
     for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++) {

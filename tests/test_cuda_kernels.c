@@ -698,7 +698,7 @@ static void check_update(bench *b, const update_case *c, uint64_t count, const s
 
 #define UPDATE_KIND(constant, ...) constant,
 static const ms_optimizer_kind update_kinds[] = {MSI_UPDATES_WITH_STATE(UPDATE_KIND)
-                                                     MSI_UPDATES_WITHOUT(UPDATE_KIND)};
+                                                     MSI_STEPS(UPDATE_KIND)};
 enum { UPDATE_KINDS = sizeof update_kinds / sizeof update_kinds[0] };
 
 /* State in each format: the blocks of codes end where those of threads do not. */
