@@ -73,9 +73,7 @@
                              forward alone
     8. ms_detach             back to the plain plan; ms_destroy frees everything
 
-    Errors of these calls stick: ms_wrap returns the first one, so that a trainer need not check
-    each call. ms_last_error has its text, with the numbers and the cure. So it is with ms_create:
-    where it fails, it gives a model that carries the error into every call.
+    A trainer need not check each call before ms_wrap, which returns their first error: see ERRORS.
 
   CHAPTERS
     MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
@@ -114,9 +112,6 @@
     for those who switch it ON or force it. max_host_bytes is a budget like that of the arena.
     docs/offloading.md has more.
 
-    PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
-    another, whose library need not be able to search one (MEMSCALE_NO_PLANNER).
-
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
     (ms_profile_load); a roofline over the layer's flops and bytes and the speeds of the device.
@@ -146,9 +141,9 @@
     A param in 16 bits has by default a master: its value in F32, one more tensor of optimizer
     state. An update changes the master and rounds it to the param; ms_read and ms_write of the
     param are about the master, and ms_data returns NULL. Where ms_config.master_weights is OFF, the
-    16 bits are all there is, and updates round them at random. Params stay F32 if they are
-    borrowed, if they are frozen and have masters, and if they are trained by MS_OPTIMIZER_CUSTOM or
-    MS_OPTIMIZER_NONE.
+    16 bits are all there is, and updates round them at random to one of the two neighbours, so that
+    small changes add up in the mean. Params stay F32 if they are borrowed, if they are frozen and
+    have masters, and if they are trained by MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
@@ -158,22 +153,20 @@
     F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
     docs/techniques.md.
 
-    TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile (the
-    first `axes` dims of the first output, merged into one), can be computed in tiles: a plan makes
-    a group of up to 32 successive layers, and runs all of them on the first of up to 256 tiles,
-    then on the second, and so on, so that what they hand to each other has memory for one tile.
-    Backward does the same, and first recomputes for each tile what it reads. Params, and inputs in
-    whole_in, are never cut; layers with state have no tiles. This is part of mode AGGRESSIVE, or of
-    any mode where ms_config.tiling is ON. docs/techniques.md has an example.
+    TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile, can be
+    computed in tiles: a plan makes a group of up to 32 successive layers, and runs all of them on
+    the first of up to 256 tiles, then on the second, and so on, so that what they hand to each other
+    has memory for one tile. Backward does the same, and first recomputes for each tile what it
+    reads. Layers with state have no tiles. This is part of mode AGGRESSIVE, or of any mode where
+    ms_config.tiling is ON. docs/techniques.md has an example.
 
     A call for a tile has smaller views: the leading dims that are rows are merged into one, so that
-    of (B, T, C) with 2 axes it sees (n, C). ms_call.row_count is n, and row_begin the number of the
-    first row. Random numbers and positions are counted from there, since all tiles have the same
-    seed. The workspace has bytes + row_bytes * row_count bytes. A view may begin at a row that is
-    not at a multiple of 64 bytes: a layer whose kernels need that sets ms_layer_tile.multiple. At
-    sizes of the axes where rows cannot be parted, the first tile has all of them. Gradients of
-    params are sums over the tiles, to which each call contributes in the way that the layer
-    declares: they are rounded in another order than in the plain plan, but alike in every run.
+    of (B, T, C) with 2 axes it sees (n, C), the n = ms_call.row_count rows from row_begin on. A view
+    may begin at a row that is not at a multiple of 64 bytes: a layer whose kernels need that sets
+    ms_layer_tile.multiple. At sizes of the axes where rows cannot be parted, the first tile has all
+    of them. Gradients of params are sums over the tiles, to which each call contributes in the way
+    that the layer declares: they are rounded in another order than in the plain plan, but alike in
+    every run.
 
     A group that ends in the loss runs the backward of each tile right after its forward, and
     recomputes nothing: it sweeps. So ms_forward computes gradients there. If no ms_backward follows
@@ -216,23 +209,23 @@
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
     Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
     one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
-    do. ms_step waits for its loss, while backward still runs, and without a loss pointer for next
-    to nothing (see there). The device itself ensures that a step whose loss is not finite updates
-    nothing, nor does any step after it. ms_write stages inputs in pinned memory, and waits until
-    the previous write of the same input has left that. With ms_config.cuda_graph, the second step
-    of each plan is recorded and replayed from then on. Callbacks are then no longer called:
-    everything in their ms_call stays as it was, except *step_seed. The learning rate may change.
-    The recording is made anew after ms_borrow, ms_set_loss_factor, ms_write to a tensor on the
-    host, or growth of a shared arena.
+    do. ms_step waits for its loss, while backward still runs. The device itself ensures that a step
+    whose loss is not finite updates nothing, nor does any step after it. ms_write stages inputs in
+    pinned memory, and waits until the previous write of the same input has left that. Where a plan
+    is recorded (ms_config.cuda_graph), callbacks are no longer called: everything in their ms_call
+    stays as it was, except *step_seed. The learning rate may change. The recording is made anew
+    after ms_borrow, ms_set_loss_factor, ms_write to a tensor on the host, or growth of a shared
+    arena.
 
-    ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
-    state as they were after the last completed update; buffers that it has changed as state stay
-    changed. If the failing step had begun to update, the model is marked failed
-    (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
-    which trusts that you did. The error of a function that returns no result sticks: ms_last_error
-    has it, and ms_wrap returns the first such error, every time before the model is wrapped, and
-    once afterwards, since the present plan is as good as before. The handle 0 of a failed
-    registration may be passed on.
+    ERRORS. Every fallible function returns an ms_result; ms_last_error has its text, with the
+    numbers and the cure. A failing step leaves params and optimizer state as they were after the
+    last completed update; buffers that it has changed as state stay changed. If the failing step
+    had begun to update, the model is marked failed (MS_RESULT_FAILED): write params and optimizer
+    state from your own copy, then call ms_wrap, which trusts that you did. The error of a function
+    that returns no result sticks: ms_wrap returns the first such error, every time before the model
+    is wrapped, and once afterwards, since the present plan is as good as before. The handle 0 of a
+    failed registration may be passed on. Where ms_create fails, it gives a model that carries the
+    error into every call.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
     ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
@@ -246,29 +239,27 @@
     give it back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time, except that any thread may call ms_cancel;
-    separate models are independent. Callbacks
-    run on the thread that called ms_step. Of the functions that take the model, a callback may call
-    only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
-    about tensors. Other callbacks (of the functions that visit or print, of ms_config.log and of a
-    policy) may call everything except what changes the plan or destroys the model, which is an
-    error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_find_nonfinite, ms_smallest_budget,
-    registration, the steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm
-    use its threads. On the CPU backend the copies of offloading run on up to two threads of the
-    model's own, one for each direction: none unless a plan offloads, or restores state on the host
-    after a recomputation. Each starts with the first copy and ends in ms_destroy. They call nothing
-    but memcpy. Where none can be started, the thread that called ms_step copies. Two more run while
-    ms_hardware_report measures. With ms_config.parallel there are none of these, and OpenMP is not
-    used: the trainer's job system runs pieces of updates, copies, casts and products.
+    separate models are independent. Callbacks run on the thread that called ms_step. Of the
+    functions that take the model, a callback may call only ms_gemm, ms_cast, ms_read (not while a
+    step is recorded), ms_data, ms_report and those about tensors. Other callbacks (of the functions
+    that visit or print, of ms_config.log and of a policy) may call everything except what changes
+    the plan or destroys the model, which is an error (ORDER): ms_wrap, ms_detach, ms_reshape,
+    ms_verify, ms_find_nonfinite, ms_smallest_budget, registration, the steps, and ms_eval. Compiled
+    with OpenMP, the update and the built-in ms_gemm use its threads. On the CPU backend the copies
+    of offloading run on up to two threads of the model's own, one for each direction: none unless a
+    plan offloads, or restores state on the host after a recomputation. Each starts with the first
+    copy and ends in ms_destroy. They call nothing but memcpy. Where none can be started, the thread
+    that called ms_step copies. Two more run while ms_hardware_report measures. With
+    ms_config.parallel there are none of these, and OpenMP is not used.
 
-    LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
-    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and 256 tiles, of fewer
-    than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin at a number drawn
-    from its address, and a tensor has six of them, so each of two models with n tensors refuses the
-    other's handles except with a probability of 3 n / 2^30 (one in 350,000 for a thousand tensors).
-    The library's own arithmetic (updates, sums, ms_gemm) is float32. An update on a GPU gives the
-    bits of one on a CPU whose compiler may use fused multiply-add; products and sums may differ.
-    Debug mode does not see what a callback does outside the model's memory, unless its results show
-    it.
+    LIMITS. The constants MS_LIMIT_...; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and
+    256 tiles, of fewer than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin
+    at a number drawn from its address, and a tensor has six of them, so each of two models with n
+    tensors refuses the other's handles except with a probability of 3 n / 2^30 (one in 350,000 for
+    a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is float32. An update
+    on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add; products and
+    sums may differ. Debug mode does not see what a callback does outside the model's memory, unless
+    its results show it.
 
     HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
     contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
@@ -290,47 +281,21 @@
     ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
     buffers that no layer changes.
 
-  TABLE OF CONTENTS (search for the tag)
+  TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
-    shared by both  >>formats      how numbers lie in memory, in one table
-                    >>shared >>arithmetic
+    shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide
-      on the host   >>cpu kernels    what is done to elements, piece by piece
-                    >>cpu gemm       matrix products
-                    >>backend cpu    the table of the backend, and the threads that copy
-                    >>hardware >>graph >>tiles
-                    >>loans          memory of the trainer must not overlap
-                    >>validate >>whole >>profile >>rules >>store
-      lowering      >>emit           instructions, live ranges, and copies of what moves
-                    >>cost           how long an instruction takes
-                    >>operands       the next call of a layer
-                    >>homes          what is fetched from the host for a call and sent back after it
-                    >>recompute      forward, backward, and forward again for what a reader lacks
-                    >>updates        of params, early or late, in parts
-                    >>lower          backward, groups in tiles, and the whole program
-                    >>repeat         blocks that changed decisions do not reach
+      on the host   >>cpu kernels >>cpu gemm >>backend cpu >>hardware
+      the graph     >>graph >>tiles >>loans >>validate >>whole >>profile >>rules >>store
+      lowering      >>emit >>cost >>operands >>homes >>recompute >>updates >>lower >>repeat
                     >>alias >>schedule >>layout >>fit >>simulate >>score
-      searches      >>moves          what can be changed, what that frees and is expected to cost
-                    >>greedy         one move after another
-                    >>lists          what greedy may offload, what is given back, segments
-                    >>chain >>exhaustive >>grouping >>solve
-                    >>order >>fold >>plans >>plan >>policy >>explain >>optimizer >>call
-                    >>matrices       updates of whole matrices, in steps: Muon, Adafactor
-      debug mode    >>stage          where a layer runs: its operands lie apart, between poison
-                    >>checks         what it must leave as it was; who is to blame for a difference
-                    >>probes         over other numbers: what is remembered, and slopes
-                    >>debug          its trials: again, elsewhere, over other poison
+      searches      >>moves >>greedy >>lists >>chain >>exhaustive >>grouping >>solve
+      plans         >>order >>fold >>plans >>plan >>policy >>explain
+      a step        >>optimizer >>call >>matrices; in debug mode >>stage >>checks >>probes >>debug;
                     >>timing >>execute
-      between steps >>values         what outlasts a step: written, read and borrowed
-                    >>place          memory for a store, or for its image while it is suspended
-                    >>relocate       values go to the places of another plan
-                    >>adopt          a plan takes effect, for a size or a budget
-                    >>model          is made and freed
-                    >>verify
-                    >>safetensors    names and header of a file
-                    >>checkpoints    a run is saved, and loaded into any plan
-                    >>files          on disk
-                    >>report >>api >>listing >>trace
+      between steps >>values >>place >>relocate >>adopt >>model >>verify
+                    >>safetensors >>checkpoints >>files
+      reports       >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -1010,21 +975,19 @@ typedef struct ms_config {
     /* Check that layers do what they declared: each callback runs several times, on copies of its
        operands at addresses that change, with poison in all other memory, and in each of the ways
        that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
-       names the layer, the operand and the cure, and before it runs, each layer is logged (tag
-       debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
-       a callback beyond its operands is poison too, also where the trainer lends the memory.
-       Gradients must depend on grad_out, the loss must be written in full, and what forward keeps
-       outside of state must not change a later call. Warnings, which end nothing, tell of state that
-       changes in an eval, and of a gradient in F32 that is not the derivative of forward, by the
-       change of its outputs where its operands are moved a little (ms_layer_desc.surrogate_gradient);
-       for that, forward also runs on numbers that are not of the step. The first update of a step by
-       the trainer's own callback is tried on copies, where it must depend on its arguments alone, and
-       on *gradient_scale: if it has declared state (state_count), and the param is not borrowed. The
-       line before a call that crashes names the layer, and which operands had no data. Slow: copies
-       the whole arena at every call, and a layer's first step takes longest. Takes memory beside the
-       arena: on the device two to three times what the largest layer uses, on the host four times that
-       layer, a copy of the arena, of tensors on the host and of what the trainer lends, and one of all
-       activations. What it cannot see is listed in docs/porting.md. */
+       names the layer, the operand and the cure. What ms_read and ms_data give a callback beyond its
+       operands is poison too, also where the trainer lends the memory. Gradients must depend on
+       grad_out, the loss must be written in full, and what forward keeps outside of state must not
+       change a later call. Warnings, which end nothing, tell of state that changes in an eval, and of
+       a gradient in F32 that is not the derivative of forward (ms_layer_desc.surrogate_gradient); for
+       that, forward also runs on numbers that are not of the step. The first update of a step by the
+       trainer's own callback is tried on copies, where it must depend on its arguments alone, and on
+       *gradient_scale: if it has declared state (state_count), and the param is not borrowed. Before
+       each call the layer is logged (tag debug, MS_LOG_DEBUG), and which operands have no data, so
+       that a crash has a name. Slow: copies the whole arena at every call, and a layer's first step
+       takes longest. Takes memory beside the arena: on the device two to three times what the largest
+       layer uses, on the host four times that layer, a copy of the arena, of tensors on the host and
+       of what the trainer lends, and one of all activations. docs/porting.md lists what it cannot see. */
     bool debug;
     /* Microseconds that an instruction should take at most, for slices; 0: no limit. Plans, except
        that of ms_detach, then compute layers that are predicted to take longer in tiles, as if these
@@ -1032,15 +995,9 @@ typedef struct ms_config {
        is not OFF, and sums over rows are rounded in another order. A warning names what is still
        longer; so does ms_memory_report.longest_us. */
     double max_instruction_us;
-    uint64_t seed; // ms_call.seed is derived from it
-    /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it, as one more tensor of
-       optimizer state, from which each update makes both. OFF: its 16 bits are all there is; an
-       update rounds at random to one of the two neighbours, so that small changes add up in the
-       mean. OFF also has params that are frozen in 16 bits. */
-    ms_switch master_weights;
-    /* The dtype of plans with mixed precision: BF16 or F16. 0: BF16, or F16 where the device
-       computes in that alone. */
-    ms_dtype mixed_dtype;
+    uint64_t seed;            // ms_call.seed is derived from it
+    ms_switch master_weights; // DEFAULT and ON: a param in 16 bits has its value in F32 beside it
+    ms_dtype mixed_dtype; // BF16 or F16. 0: BF16, or F16 where the device computes in that alone
     ms_loss_scaling loss_scaling; // of plans in F16
     uint32_t accumulation_steps;  // micro-batches per step; 0: 1
     ms_arena *arena;              // shared with other models; NULL: the model's own
@@ -1054,7 +1011,7 @@ typedef struct ms_config {
     void *stream;
     bool
         tf32; // ms_gemm, and products in updates, may round F32 inputs to TF32, where that is faster
-    /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
+    /* From the third step of a plan on, ms_step replays a recording (a CUDA graph) of the second; see
        STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
        ms_step then gets its loss at the end of the step. Refused with debug, MS_OPTIMIZER_CUSTOM,
        cudaStreamLegacy, a backend that cannot record, or a step that copies state on the host. */
@@ -1639,9 +1596,8 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
    sequence). Registration refuses a param along an axis, and what a wrong dim or axis gives. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
-/* The backend that runs on the host: its arena comes from the model's allocator. Copies between the
-   arena and host memory that a plan offloads to run on a thread for each direction, which starts
-   with the first of them (not on platforms without threads: there, has_copy_streams is false).
+/* The backend that runs on the host: its arena comes from the model's allocator. Copies of what a
+   plan offloads run on threads: see THREADS (on platforms without any, has_copy_streams is false).
 
    A table of your own can begin as a copy of this one. If functions of yours receive the state and
    look for user there, set open, close, prepare and query to NULL, has_copy_streams to false, and
@@ -1700,9 +1656,9 @@ MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 /* ms_set_hardware: plan for this device from the next ms_wrap on (copied): a measured report, a
    built-in device, or your own description. A speed of 0 means the one typical of its kind.
    target_utilization applies to its free memory, else to its total memory, else (both 0) to that of
-   the model's own device. Graph, config, profile and this device together determine the plan.
-   ms_clear_hardware: for the model's own device again, with the speeds of a loaded profile, or else
-   those that its backend states or its kind has; what ms_hardware_report measured is not used.
+   the model's own device.
+   ms_clear_hardware: for the model's own device again (see PROFILES for its speeds); what
+   ms_hardware_report measured is not used.
    Errors: INVALID (NULL, as ms_hardware_find returns it; a speed that is negative, not finite or
    absurd; more free memory than there is): ms_wrap refuses until one of the two is called again. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
@@ -1888,11 +1844,10 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
 
-/* Known times of a layer, at the present sizes of the axes. They override those of a profile or of
-   timed steps, which override predicted ones. 0: that time is not known; NULL: none is any more. At
-   other sizes they are scaled by the elements of the outputs; a recomputation by forward is assumed
-   to take as long as forward. Takes effect at the next ms_wrap. Errors: INVALID (no such layer; a
-   time that is negative, not finite or above 1e15); sticks. */
+/* Known times of a layer, at the present sizes of the axes; see PROFILES. 0: that time is not known;
+   NULL: none is any more. At other sizes they are scaled by the elements of the outputs; a
+   recomputation by forward is assumed to take as long as forward. Takes effect at the next ms_wrap.
+   Errors: INVALID (no such layer; a time that is negative, not finite or above 1e15); sticks. */
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
 
 /* ms_profile_save writes the times in force as text, with a version, a hash of the graph, and the
@@ -1905,12 +1860,13 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
-/* A plan that is made on one machine and used on another, or in another process: a wrap that loads its
-   plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in force, for the
-   largest sizes of the axes and for others that there are. ms_plan_load reads them, after all
-   registrations and ms_set_loss, for the next ms_wrap alone: it has the same programs, the same plan_hash
-   and the same bits. What a step is predicted to take follows from its own hardware and profile; what the
-   report says of the plain plan is from the file.
+/* A plan that is made on one machine and used on another, whose library need not be able to search one
+   (MEMSCALE_NO_PLANNER), or in another process: a wrap that loads its plan takes a tenth of one that
+   searches it, or less. ms_plan_save writes the plans in force, for the largest sizes of the axes and for
+   others that there are. ms_plan_load reads them, after all registrations and ms_set_loss, for the next
+   ms_wrap alone: it has the same programs, the same plan_hash and the same bits. What a step is predicted
+   to take follows from its own hardware and profile; what the report says of the plain plan is from the
+   file.
    A file is checked, not trusted: what it decides must be possible and allowed here, no two values that
    live at one time may overlap, the budgets must suffice. It is for one graph (names and callbacks apart),
    and for the outputs, wanted gradients, frozen params, forced techniques, loans, optimizers and
@@ -1925,15 +1881,10 @@ MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *so
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
-   One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less
-   may be accepted), all above is accepted. A larger budget never makes the predicted step
-   slower, and a smaller one never makes the arena larger; with offloading, where times rise and
-   fall along the plans that are tried, the first mostly holds within 2 % (8 % were seen), with
-   accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16
-   bits, both hold nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
-   considered only where the budget asks for more than early updates. So there is one budget, the
-   least with which the plan that does neither fits without recomputing or moving anything, that can
-   be slower than one byte less: see docs/decision-engine.md. */
+   One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less may
+   be accepted), all above is accepted. A larger budget never makes the predicted step slower, and a
+   smaller one never makes the arena larger, with exceptions where plans offload, accumulate, round or
+   run in tiles: docs/decision-engine.md has them, with how much was seen. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
@@ -2001,12 +1952,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    run goes on with the bits of one that was not interrupted; others are converted, and
    ms_load_options.visit tells which.
 
-   The file is a safetensors file. Params and buffers have their own names; where a name was given to an
-   earlier one, "#2" and so on follows; bytes that are no UTF-8 and control characters become "_"; names
-   that are empty or begin with "memscale." follow "tensor.". The rest: "memscale.state0.NAME" and
-   state1 (U8 of one dim: codes, as docs/api.md describes them), "memscale.updates.NAME",
-   "memscale.gradient.NAME", "memscale.extra.NAME"; last "memscale.checksums", the XXH64 of the header
-   and of every tensor. Numbers are in the metadata.
+   The file is a safetensors file, in which params and buffers have their own names. docs/api.md has what
+   else is in it, and what becomes of names that are not unique, or not text.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
