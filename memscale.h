@@ -3175,22 +3175,11 @@ static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
     return true;
 }
 
-#else
-typedef struct msi_file {
-    bool is_open;
-} msi_file;
-
-/* No file is read. */
-static MSI_NOINLINE msi_file *msi_open_file(const char *root, const char *directory,
-                                            const char *name) {
-    (void)root, (void)directory, (void)name;
-    return NULL;
-}
-
-static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
-    (void)file, (void)line, (void)bytes;
-    return false;
-}
+#else // no file is read
+typedef void msi_file;
+#define msi_open_file(root, directory, name)                                                       \
+    ((void)(root), (void)(directory), (void)(name), (void *)NULL)
+#define msi_read_line(file, line, bytes) ((void)(file), (void)(line), false)
 #endif
 
 /* The number in the first line that begins with key and has one, or `otherwise`. */
@@ -34576,33 +34565,12 @@ static MSI_COLD void msi_remove(const char *path) {
 }
 
 #else // there are no files
-static MSI_COLD bool msi_is_missing(void) {
-    return false;
-}
-
-static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
-    (void)path, (void)source;
-    return NULL;
-}
-
-static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
-    (void)path, (void)sink;
-    return NULL;
-}
-
-static MSI_COLD bool msi_close_file(void *user, bool was_written) {
-    (void)user;
-    return was_written;
-}
-
-static MSI_COLD bool msi_replace(const char *from, const char *to) {
-    (void)from, (void)to;
-    return false;
-}
-
-static MSI_COLD void msi_remove(const char *path) {
-    (void)path;
-}
+#define msi_is_missing()              false
+#define msi_open_source(path, source) ((void)(path), (void)(source), (void *)NULL)
+#define msi_open_sink(path, sink)     ((void)(path), (void)(sink), (void *)NULL)
+#define msi_close_file(user, written) ((void)(user), written)
+#define msi_replace(from, to)         ((void)(from), (void)(to), false)
+#define msi_remove(path)              ((void)(path))
 #endif
 
 /* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
@@ -35374,7 +35342,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
-    if (model && msi_check_called(model, "ms_destroy") == MS_RESULT_OK) {
+    if (model && msi_check_called(model, __func__) == MS_RESULT_OK) {
         msi_free_model(model);
     }
 }
@@ -35385,11 +35353,11 @@ MEMSCALE_API const char *ms_last_error(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
     if (!model || !report) {
-        return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
     return msi_made(model) != MS_RESULT_OK           ? msi_made(model)
-           : model->run.busy || model->run.recording ? msi_fail_busy(model, "ms_hardware_report")
+           : model->run.busy || model->run.recording ? msi_fail_busy(model, __func__)
                                                      : msi_report_hardware(model, report);
 }
 
@@ -35415,7 +35383,7 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-           : model->run.busy               ? msi_fail_busy(model, "ms_synchronize")
+           : model->run.busy               ? msi_fail_busy(model, __func__)
                                            : msi_await_steps(model);
 }
 
@@ -35456,8 +35424,7 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
 }
 
 MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest) {
-    static const char *const function = "ms_set_eval_largest";
-    if (!msi_registering(model, function, NULL, "")) {
+    if (!msi_registering(model, __func__, NULL, "")) {
         return;
     }
     msi_graph *g = &model->graph;
@@ -35472,11 +35439,11 @@ MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t lar
         largest < g->axes[index].largest) {
         MSI_STICK(model, MS_RESULT_INVALID,
                   "%s: %lld, of an axis that is not of this model or whose largest size is larger",
-                  function, (long long)largest);
+                  __func__, (long long)largest);
     } else if (is_used) {
         MSI_STICK(model, MS_RESULT_ORDER,
                   "%s: a tensor lies along axis \"%s\" already: call it right after ms_add_axis",
-                  function, msi_name(g, g->axes[index].name));
+                  __func__, msi_name(g, g->axes[index].name));
     } else {
         g->axes[index].eval_largest = largest;
     }
@@ -35502,7 +35469,7 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
 }
 
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
-    msi_tensor *t = msi_tensor_of(model, "ms_set_on_host", tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
+    msi_tensor *t = msi_tensor_of(model, __func__, tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
     if (t) {
         t->on_host = true;
     }
@@ -35510,7 +35477,7 @@ MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
 
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     msi_tensor *t =
-        msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+        msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
     if (t && (!t->wanted || MSI_REFUSE(model,
                                        "ms_stop_gradient of \"%s\": its gradient is wanted "
                                        "(ms_want_gradient): leave one of the two out",
@@ -35520,18 +35487,17 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype) {
-    static const char *const function = "ms_set_gradient_dtype";
     msi_tensor *t =
-        msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+        msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
     const bool can_be = (MSI_NARROW_DTYPES | 1u << MS_DTYPE_F32) >> ((unsigned)dtype & 31u) & 1u;
     if (t && (!can_be || (unsigned)dtype > 31u || !msi_is_float(t->view.dtype))) {
         MSI_STICK(model, MS_RESULT_INVALID,
                   "%s of \"%s\", which is %s: %s; a gradient of a float tensor can be f32, bf16 or "
                   "f16",
-                  function, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
+                  __func__, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
                   ms_dtype_name(dtype));
     } else if (t && t->producer != MSI_NONE) {
-        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", function,
+        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", __func__,
                   msi_name(&model->graph, t->name),
                   msi_layer_label(&model->graph, t->producer).text);
     } else if (t) {
@@ -35540,14 +35506,13 @@ MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dt
 }
 
 MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
-    static const char *const function = "ms_want_gradient";
     const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const bool is_buffer =
         index != MSI_NONE && model->graph.tensors.items[index].kind == MSI_KIND_BUFFER;
-    msi_tensor *t = msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION,
+    msi_tensor *t = msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION,
                                   is_buffer ? MSI_KIND_BUFFER : MSI_KIND_INPUT);
     if (t && (t->no_gradient || !msi_is_float(t->view.dtype))) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", function,
+        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", __func__,
                   msi_name(&model->graph, t->name),
                   t->no_gradient ? "ms_stop_gradient is called of it too: leave one of the two out"
                                  : "an integer tensor has no gradient");
@@ -35575,7 +35540,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
-    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
+    const uint32_t t = msi_activation_index(model, __func__, loss);
     const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
     const msi_format of_gradient =
         view ? msi_known_format(&model->graph.tensors.items[t], MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
@@ -35588,7 +35553,7 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 }
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
-    if (msi_check_finite(model, "ms_set_loss_factor", NULL, factor)) {
+    if (msi_check_finite(model, __func__, NULL, factor)) {
         model->run.epoch += !model->loss.has_factor || model->loss.factor != factor;
         model->loss.has_factor = true;
         model->loss.factor = factor;
@@ -35603,14 +35568,14 @@ MEMSCALE_API void ms_set_loss_mean(ms_model *model) {
 }
 
 MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_add_output", tensor);
+    const uint32_t t = msi_activation_index(model, __func__, tensor);
     if (t != MSI_NONE) {
         model->graph.tensors.items[t].is_output = true;
     }
 }
 
 MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_add_eval_output", tensor);
+    const uint32_t t = msi_activation_index(model, __func__, tensor);
     if (t != MSI_NONE) {
         model->graph.tensors.items[t].is_eval_output = true;
     }
@@ -35623,28 +35588,25 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
 }
 
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    static const char *const function = "ms_set_optimizer";
-    if (msi_registering(model, function, NULL, "") &&
-        msi_check_optimizer(model, function, desc, false)) {
+    if (msi_registering(model, __func__, NULL, "") &&
+        msi_check_optimizer(model, __func__, desc, false)) {
         msi_doubt_zeros(model, desc);
         model->optimizers.groups.items[0].desc = msi_fill_optimizer(*desc);
     }
 }
 
 MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc) {
-    static const char *const function = "ms_optimizer_group";
     const ms_param_group none = {0};
-    return msi_registering(model, function, NULL, "") &&
-                   msi_check_optimizer(model, function, desc, true)
+    return msi_registering(model, __func__, NULL, "") &&
+                   msi_check_optimizer(model, __func__, desc, true)
                ? msi_add_group(model, desc)
                : none;
 }
 
 MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group) {
-    static const char *const function = "ms_set_param_group";
     msi_tensor *t =
-        msi_registering(model, function, NULL, "") ? msi_param_of(model, function, param) : NULL;
-    const uint32_t index = t ? msi_group_index(model, function, group) : MSI_NONE;
+        msi_registering(model, __func__, NULL, "") ? msi_param_of(model, __func__, param) : NULL;
+    const uint32_t index = t ? msi_group_index(model, __func__, group) : MSI_NONE;
     if (index != MSI_NONE) {
         t->group = index;
     }
@@ -35652,7 +35614,7 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
 
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
                                              float learning_rate) {
-    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
+    const char *function = group.id ? __func__ : "ms_set_learning_rate";
     const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
                                ? msi_group_index(model, function, group)
                                : MSI_NONE;
@@ -35667,27 +35629,25 @@ MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
-    static const char *const function = "ms_set_weight_decay";
-    msi_tensor *t = msi_param_of(model, function, param);
-    if (t && msi_check_finite(model, function, msi_name(&model->graph, t->name), weight_decay)) {
+    msi_tensor *t = msi_param_of(model, __func__, param);
+    if (t && msi_check_finite(model, __func__, msi_name(&model->graph, t->name), weight_decay)) {
         t->weight_decay = weight_decay;
         t->has_weight_decay = true;
     }
 }
 
 MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused) {
-    static const char *const function = "ms_set_paused";
-    msi_tensor *t = msi_param_of(model, function, param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (!t) {
         return model && msi_made(model) != MS_RESULT_OK ? msi_made(model) : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
-    ms_result result = msi_check_between_steps(model, function);
+    ms_result result = msi_check_between_steps(model, __func__);
     if (result == MS_RESULT_OK && msi_has_norm(&model->run)) {
         result = msi_fail(model, MS_RESULT_ORDER,
                           "%s: ms_gradient_norm has taken the norm of this update: pause params "
                           "before it, or after ms_update",
-                          function);
+                          __func__);
     }
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
@@ -35702,16 +35662,15 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
 }
 
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count) {
-    static const char *const function = "ms_set_update_count";
-    msi_tensor *t = msi_param_of(model, function, param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (!t || count > INT32_MAX) {
         return t ? msi_fail(model, MS_RESULT_INVALID,
-                            "%s: param \"%s\": the count is %llu; it must be below 2^31", function,
+                            "%s: param \"%s\": the count is %llu; it must be below 2^31", __func__,
                             msi_name(&model->graph, t->name), (unsigned long long)count)
                  : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
-    ms_result result = msi_check_between_steps(model, function);
+    ms_result result = msi_check_between_steps(model, __func__);
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
     if (result == MS_RESULT_OK) {
@@ -35732,7 +35691,7 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
 }
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
-    msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (t && !frozen && t->view.dtype != MS_DTYPE_F32) {
         MSI_STICK(model, MS_RESULT_UNSUPPORTED,
                   "ms_set_frozen: param \"%s\" has dtype %s, and only f32 can be trained: it stays "
@@ -35741,7 +35700,7 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     } else if (t) {
         t->frozen = frozen;
         model->wrapped.changed = true;
-        model->wrapped.waiting = "ms_set_frozen";
+        model->wrapped.waiting = __func__;
     }
 }
 
@@ -35755,15 +35714,14 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
     if (model) {
         model->config.accumulation_steps = micro_count;
         model->wrapped.changed = true;
-        model->wrapped.waiting = "ms_set_accumulation";
+        model->wrapped.waiting = __func__;
     }
 }
 
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force) {
-    static const char *const function = "ms_set_layer_technique";
-    const msi_layer *l = msi_check_technique(model, function, technique, force)
-                             ? msi_layer_of(model, function, layer)
+    const msi_layer *l = msi_check_technique(model, __func__, technique, force)
+                             ? msi_layer_of(model, __func__, layer)
                              : NULL;
     if (l) {
         msi_set_on_layer(model, l, technique, force);
@@ -35772,7 +35730,7 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
 
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force) {
-    const uint32_t t = msi_check_technique(model, "ms_set_tensor_technique", technique, force)
+    const uint32_t t = msi_check_technique(model, __func__, technique, force)
                            ? msi_technique_index(model, tensor, technique)
                            : MSI_NONE;
     const msi_role role = t == MSI_NONE ? MSI_ROLE_VALUE : msi_role_of(&model->graph, tensor);
@@ -35787,7 +35745,7 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
 }
 
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
-    msi_layer *l = msi_layer_of(model, "ms_set_layer_time", layer);
+    msi_layer *l = msi_layer_of(model, __func__, layer);
     if (l && msi_check_layer_time(model, l, time)) {
         const ms_layer_time unknown = {0.0, 0.0, 0.0};
         l->known = time ? *time : unknown;
@@ -35808,7 +35766,7 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
     const msi_printer out = {write, user};
     const ms_result result = msi_check_planned(model, write != NULL);
     if (result == MS_RESULT_OK) {
-        const char *outer = msi_enter(model, "ms_profile_save");
+        const char *outer = msi_enter(model, __func__);
         msi_print_profile(model, &out);
         msi_leave(model, outer);
     }
@@ -35817,7 +35775,7 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
     if (!text && length > 0) {
-        return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     const char *from = text ? text : ""; // read once to find faults, and once more to take all
     ms_result result = MSI_MADE(model, msi_read_profile(model, from, length, false));
@@ -35828,40 +35786,39 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     if (!model || !bytes) {
-        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     uint64_t least = 0;
-    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    ms_result result = msi_check_between_steps(model, __func__);
     MSI_THEN(result, MSI_HAS_PLANNER ? msi_smallest_of_modes(model, &least)
-                                     : msi_fail_unplanned(model, "ms_smallest_budget"));
+                                     : msi_fail_unplanned(model, __func__));
     *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
 
 MEMSCALE_API ms_result ms_plan_save(ms_model *model, const ms_sink *sink) {
-    return sink && sink->write
-               ? MSI_MADE(model, msi_save_plans(model, sink))
-               : msi_fail_argument(model, "ms_plan_save", "sink or its function is NULL");
+    return sink && sink->write ? MSI_MADE(model, msi_save_plans(model, sink))
+                               : msi_fail_argument(model, __func__, "sink or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_plan_load(ms_model *model, const ms_source *source) {
     return source && source->read
                ? MSI_MADE(model, msi_load_plans(model, source))
-               : msi_fail_argument(model, "ms_plan_load", "source or its function is NULL");
+               : msi_fail_argument(model, __func__, "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {
-    return model ? msi_replan(model, "ms_wrap",
+    return model ? msi_replan(model, __func__,
                               model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET)
                  : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_detach(ms_model *model) {
-    return model ? msi_replan(model, "ms_detach", MSI_GOAL_PLAIN) : MS_RESULT_INVALID;
+    return model ? msi_replan(model, __func__, MSI_GOAL_PLAIN) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
-    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_suspend", false));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, __func__, false));
     if (result == MS_RESULT_OK && !model->run.slices.is_open &&
         model->run.progress == MSI_PROGRESS_NONE) {
         result = msi_settle_steps(model);
@@ -35871,7 +35828,7 @@ MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
 }
 
 MEMSCALE_API ms_result ms_resume(ms_model *model) {
-    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_resume", true));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, __func__, true));
     MSI_THEN(result, msi_load_store(model));
     return result;
 }
@@ -35882,10 +35839,10 @@ MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     if (!model || !sizes) {
-        return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     ms_result result = msi_check_sizes(model, sizes);
-    MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
+    MSI_THEN(result, msi_check_between_steps(model, __func__));
     MSI_THEN(result, msi_reshape(model, sizes));
     return result;
 }
@@ -35893,44 +35850,42 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
 MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *data,
                                      uint64_t bytes) {
     if (!model || !name || !name[0] || strlen(name) >= MSI_EXTRA_NAME || (!data) != (bytes == 0)) {
-        return msi_fail_argument(model, "ms_save_extra",
+        return msi_fail_argument(model, __func__,
                                  "the name is empty or has 64 characters or more, or data is NULL");
     }
     return MSI_MADE(model, msi_keep_extra(model, name, data, bytes));
 }
 
 MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
-    return sink && sink->write
-               ? MSI_MADE(model, msi_save(model, "ms_save", sink, 0, NULL))
-               : msi_fail_argument(model, "ms_save", "sink or its function is NULL");
+    return sink && sink->write ? MSI_MADE(model, msi_save(model, __func__, sink, 0, NULL))
+                               : msi_fail_argument(model, __func__, "sink or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
                                const ms_load_options *options) {
     return source && source->read
-               ? MSI_MADE(model, msi_load_file(model, "ms_load", source, options))
-               : msi_fail_argument(model, "ms_load", "source or its function is NULL");
+               ? MSI_MADE(model, msi_load_file(model, __func__, source, options))
+               : msi_fail_argument(model, __func__, "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
-    return MSI_MADE(model, msi_write_path(model, "ms_save_file", path, 0, NULL));
+    return MSI_MADE(model, msi_write_path(model, __func__, path, 0, NULL));
 }
 
 MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
                                     const ms_load_options *options) {
-    return MSI_MADE(model, msi_load_path(model, "ms_load_file", path, options));
+    return MSI_MADE(model, msi_load_path(model, __func__, path, options));
 }
 
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
-    return MSI_MADE(model, msi_save_place(model, "ms_save_checkpoint", checkpoints));
+    return MSI_MADE(model, msi_save_place(model, __func__, checkpoints));
 }
 
 MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
                                           const ms_load_options *options, bool *found) {
-    static const char *const function = "ms_load_checkpoint";
     bool is_found = false;
     const ms_result result =
-        MSI_MADE(model, msi_load_place(model, function, checkpoints, options, &is_found));
+        MSI_MADE(model, msi_load_place(model, __func__, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
     }
@@ -35939,18 +35894,17 @@ MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints 
 
 MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *checkpoints,
                                      ms_snapshot **snapshot) {
-    static const char *const function = "ms_save_begin";
     msi_places p;
     uint64_t saves = 0;
     if (!model || !snapshot) {
-        return msi_fail_argument(model, function, "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     *snapshot = NULL;
     p.path[0] = 0;
     ms_result result = msi_made(model);
     MSI_THEN(result,
-             checkpoints ? msi_next_place(model, function, checkpoints, &p, &saves) : result);
-    MSI_THEN(result, msi_save(model, function, NULL, saves, snapshot));
+             checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : result);
+    MSI_THEN(result, msi_save(model, __func__, NULL, saves, snapshot));
     MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
     return result;
 }
@@ -35961,8 +35915,7 @@ MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_s
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
     const char *to = path || !snapshot || !snapshot->path[0] ? path : snapshot->path;
-    return snapshot ? msi_write_path(NULL, "ms_snapshot_write_file", to, 0, snapshot)
-                    : MS_RESULT_INVALID;
+    return snapshot ? msi_write_path(NULL, __func__, to, 0, snapshot) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
@@ -35970,11 +35923,10 @@ MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
 }
 
 MEMSCALE_API ms_result ms_set_step_count(ms_model *model, uint64_t count) {
-    static const char *const function = "ms_set_step_count";
     ms_result result = msi_made(model);
     MSI_THEN(result, count < (uint64_t)1 << 40
-                         ? msi_check_between_steps(model, function)
-                         : msi_fail(model, MS_RESULT_INVALID, "%s: the count is %llu", function,
+                         ? msi_check_between_steps(model, __func__)
+                         : msi_fail(model, MS_RESULT_INVALID, "%s: the count is %llu", __func__,
                                     (unsigned long long)count));
     return result == MS_RESULT_OK ? msi_set_step(model, count) : result;
 }
@@ -35991,13 +35943,13 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn) {
 }
 
 MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
-    const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, data);
     return t == MSI_NONE ? msi_invalid(model)
                          : msi_write_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
-    const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, data);
     return t == MSI_NONE ? msi_invalid(model)
                          : msi_read_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
@@ -36074,7 +36026,7 @@ MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
-    const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, &bytes);
     const uint64_t has = t == MSI_NONE ? 0 : ms_tensor_bytes(model, tensor);
     return t == MSI_NONE ? msi_invalid(model)
            : has == bytes
@@ -36086,7 +36038,7 @@ MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
-    ms_result result = model ? msi_begin_step(model, "ms_forward") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_begin_step(model, __func__) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->train, loss));
     return result;
 }
@@ -36100,7 +36052,7 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
-    ms_result result = model ? msi_begin_step(model, "ms_step") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_begin_step(model, __func__) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_step(model, loss));
     return result;
 }
@@ -36116,7 +36068,7 @@ MEMSCALE_API void ms_cancel(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_start(model, "ms_eval", false) : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, __func__, false) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
 }
@@ -36124,20 +36076,20 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
 MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
                                  ms_verify_report *report) {
     if (!model || !report) {
-        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    ms_result result = msi_begin_passes(model, "ms_verify");
+    ms_result result = msi_begin_passes(model, __func__);
     MSI_THEN(result, msi_verify(model, visit, user, report));
     return result;
 }
 
 MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
     if (!model || !found) {
-        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(found, 0, sizeof *found);
-    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
+    ms_result result = msi_begin_passes(model, __func__);
     MSI_THEN(result, msi_find_nonfinite(model, found));
     return result;
 }
@@ -36149,7 +36101,7 @@ MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
     return model && norm ? msi_gradient_norm(model, norm)
-                         : msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
+                         : msi_fail_argument(model, __func__, "an argument is NULL");
 }
 
 MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
@@ -36161,7 +36113,7 @@ MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_
     ms_model *m = call ? call->model : NULL;
     return m && to && from && to->data && from->data
                ? msi_cast(m, to, from)
-               : msi_fail_argument(m, "ms_cast", "a view is NULL or has no data");
+               : msi_fail_argument(m, __func__, "a view is NULL or has no data");
 }
 
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
@@ -36189,7 +36141,7 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     if (!operands) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
-    const char *outer = msi_enter(model, "ms_visit_events");
+    const char *outer = msi_enter(model, __func__);
     msi_visit(model, p, visit, user, operands);
     msi_leave(model, outer);
     msi_release(&model->config.allocator, operands, bytes);
@@ -36206,7 +36158,7 @@ MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program prog
         msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
     if (result == MS_RESULT_OK) {
         const msi_plan *plan = model->run.plan;
-        const char *outer = msi_enter(model, "ms_visit_lifetimes");
+        const char *outer = msi_enter(model, __func__);
         msi_visit_lifetimes(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit,
                             user);
         msi_leave(model, outer);
@@ -36245,7 +36197,7 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     const uint64_t bytes = model->graph.layers.count * (uint64_t)sizeof(msi_alike);
     msi_alike *rows = (msi_alike *)msi_alloc_zeroed(&model->config.allocator, bytes);
     if (rows) {
-        const char *outer = msi_enter(model, "ms_visit_decisions");
+        const char *outer = msi_enter(model, __func__);
         msi_visit_decisions(&review, rows, visit, user);
         msi_leave(model, outer);
     }
