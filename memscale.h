@@ -124,10 +124,8 @@
     (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
     ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits; which
     state never is, and what codes do to training, is in docs/techniques.md. ms_read and ms_write
-    convert from and to F32, and so does an ms_wrap that plans otherwise: F32 that goes into codes is
-    rounded to the nearest; what comes out of codes goes back into the same ones, however often. A
-    plan that keeps the format copies the bytes. From the same gradients, updates give the same bits
-    whatever else the plan does.
+    convert from and to F32, and so does an ms_wrap that plans otherwise: see ms_state_format. From
+    the same gradients, updates give the same bits whatever else the plan does.
 
     PRECISION. A plan may have values, their gradients and params in 16 bits (mixed precision), in
     BF16 or F16 (ms_config.mixed_dtype), in mode AGGRESSIVE on devices that compute in it, or
@@ -194,16 +192,9 @@
 
     COMPILER FLAGS. -Ofast and -ffast-math are allowed: what is finite is decided by bits, so a loss
     or a norm that is not finite still ends the step with MS_RESULT_NONFINITE, and subnormal numbers
-    may be flushed to zero. Within one build, the bits of a wrapped step are those of a plain one.
-    Builds may differ from each other: -Ofast regroups sums, takes reciprocals, and fuses or
-    approximates as it likes. Three things can differ within one build as well. A loop that the
-    compiler duplicates for operands that overlap may round otherwise in place than not, and a sum
-    otherwise at another alignment; the arena aligns every tensor to 64 bytes. Debug mode reports a
-    layer for which that matters: remove its in_place. A function that is inlined where the trainer
-    calls it, and where a callback does, may round otherwise in each: keep it in a file of its own,
-    or do not let it be inlined. And where a callback only compares what it must not read with 0,
-    debug mode may miss it, since NaN, with which it poisons memory, then compares as the compiler
-    likes.
+    may be flushed to zero. Within one build, the bits of a wrapped step are those of a plain one,
+    except where a callback is compiled twice or rounds otherwise in place: docs/porting.md says
+    when, and what to do. Builds may differ from each other.
 
     STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
@@ -211,11 +202,7 @@
     one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
     do. ms_step waits for its loss, while backward still runs. The device itself ensures that a step
     whose loss is not finite updates nothing, nor does any step after it. ms_write stages inputs in
-    pinned memory, and waits until the previous write of the same input has left that. Where a plan
-    is recorded (ms_config.cuda_graph), callbacks are no longer called: everything in their ms_call
-    stays as it was, except *step_seed. The learning rate may change. The recording is made anew
-    after ms_borrow, ms_set_loss_factor, ms_write to a tensor on the host, or growth of a shared
-    arena.
+    pinned memory, and waits until the previous write of the same input has left that.
 
     ERRORS. Every fallible function returns an ms_result; ms_last_error has its text, with the
     numbers and the cure. A failing step leaves params and optimizer state as they were after the
@@ -261,25 +248,24 @@
     sums may differ. Debug mode does not see what a callback does outside the model's memory, unless
     its results show it.
 
-    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
-    contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
-    simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
-    ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
-    precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
-    slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of a
-    step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0 (2026):
-    state in codes of 8 bits stays as it is however often it is read and written back, since the
-    scale of a block has a sign; ms_set_update_count and ms_update_count, ms_optimizer_defaults,
-    ms_set_loss_mean, ms_loss_scaling.most_skipped, ms_layer_desc.surrogate_gradient; ms_update ends
-    a step before its last micro-batch; an error that sticks is logged once. Changed:
-    ms_set_loss_factor(model, 0) is a factor of 0, no longer the mean; ms_wrap and ms_detach between
-    micro-batches return ORDER where gradients would be lost; memory that is lent for two values
-    must not overlap if training changes one of them; ms_gradient_norm returns NONFINITE for a step
-    that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
-    msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
-    saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
-    buffers that no layer changes.
+    HISTORY (all of 2026). 0.1.0: registration, budgets by recomputation, CPU backend. 0.2.0: the
+    contract with trainers as they are. 0.3.0: CUDA. 0.4.0: modes, rules, profiles, simulation,
+    explained plans. 0.5.0: state in backward, up to 32 operands, lifetimes, ms_find_nonfinite,
+    -Ofast, near-linear planning of large graphs. 0.6.0: offloading, mixed precision, optimizer state
+    in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in slices; measured and listed
+    hardware; ms::model for C++; Lion; times of a report are those of a step. Renamed: ms_attach to
+    ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0: state in codes of 8 bits stays as it
+    is however often it is read and written back, since the scale of a block has a sign;
+    ms_set_update_count and ms_update_count, ms_optimizer_defaults, ms_set_loss_mean,
+    ms_loss_scaling.most_skipped, ms_layer_desc.surrogate_gradient; ms_update ends a step before its
+    last micro-batch; an error that sticks is logged once. Changed: ms_set_loss_factor(model, 0) is a
+    factor of 0, no longer the mean; ms_wrap and ms_detach between micro-batches return ORDER where
+    gradients would be lost; memory that is lent for two values must not overlap if training changes
+    one of them; ms_gradient_norm returns NONFINITE for a step that its norm has halted. Renamed, of
+    the functions under >>formats: msi_units_of_signed and msi_units_of_unsigned to msi_signed_value
+    and msi_unsigned_value. 0.8.0: runs are saved and resumed, in safetensors files (ms_save, ms_load
+    and what follows them); ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any
+    dtype, and offloading of buffers that no layer changes.
 
   TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -958,14 +944,10 @@ typedef struct ms_config {
     void *policy_user;
     /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured
        is predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a
-       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step
-       after ms_wrap, which is often slower than usual, is not timed; the next warmup_steps steps
-       are timed, instruction by instruction. The step after these begins by planning again with the
-       medians, as ms_wrap would, but preferably in the existing arena; if that fails, the old plan
-       stays and the log says so. The second step of the new plan is timed once more, for
-       ms_visit_events and ms_print_trace. Failing steps are not counted, the micro-batches of a
-       step form one sample, and timing waits for the device around each instruction. Has no effect
-       with debug. */
+       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: after the first step
+       of a plan the next warmup_steps steps are timed, instruction by instruction, and the step after
+       these begins by planning again with the medians, preferably in the existing arena; if that
+       fails, the old plan stays. See docs/timing.md. Has no effect with debug. */
     ms_switch static_profiling, empirical_profiling;
     uint32_t warmup_steps; // 0: 2; 1000 at most
     /* Plan and report, but allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no
@@ -974,20 +956,17 @@ typedef struct ms_config {
     bool dry_run;
     /* Check that layers do what they declared: each callback runs several times, on copies of its
        operands at addresses that change, with poison in all other memory, and in each of the ways
-       that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
-       names the layer, the operand and the cure. What ms_read and ms_data give a callback beyond its
-       operands is poison too, also where the trainer lends the memory. Gradients must depend on
-       grad_out, the loss must be written in full, and what forward keeps outside of state must not
-       change a later call. Warnings, which end nothing, tell of state that changes in an eval, and of
-       a gradient in F32 that is not the derivative of forward (ms_layer_desc.surrogate_gradient); for
-       that, forward also runs on numbers that are not of the step. The first update of a step by the
-       trainer's own callback is tried on copies, where it must depend on its arguments alone, and on
-       *gradient_scale: if it has declared state (state_count), and the param is not borrowed. Before
-       each call the layer is logged (tag debug, MS_LOG_DEBUG), and which operands have no data, so
-       that a crash has a name. Slow: copies the whole arena at every call, and a layer's first step
-       takes longest. Takes memory beside the arena: on the device two to three times what the largest
-       layer uses, on the host four times that layer, a copy of the arena, of tensors on the host and
-       of what the trainer lends, and one of all activations. docs/porting.md lists what it cannot see. */
+       that the desc allows; it must give the same bits each time. Forward also runs on numbers that
+       are not of the step. The first update of a step by the trainer's own callback is tried on
+       copies, if it has declared state (state_count) and the param is not borrowed. The error,
+       MS_RESULT_CONTRACT, names the layer, the operand and the cure; warnings end nothing. Before each
+       call the layer is logged (tag debug, MS_LOG_DEBUG), and which operands have no data, so that a
+       crash has a name. What ms_read and ms_data give a callback beyond its operands is poison too,
+       also where the trainer lends the memory. docs/porting.md lists what it finds, and what it cannot
+       see. Slow: copies the whole arena at every call, and a layer's first step takes longest. Takes
+       memory beside the arena: on the device two to three times what the largest layer uses, on the
+       host four times that layer, a copy of the arena, of tensors on the host and of what the trainer
+       lends, and one of all activations. */
     bool debug;
     /* Microseconds that an instruction should take at most, for slices; 0: no limit. Plans, except
        that of ms_detach, then compute layers that are predicted to take longer in tiles, as if these
@@ -1011,10 +990,11 @@ typedef struct ms_config {
     void *stream;
     bool
         tf32; // ms_gemm, and products in updates, may round F32 inputs to TF32, where that is faster
-    /* From the third step of a plan on, ms_step replays a recording (a CUDA graph) of the second; see
-       STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
-       ms_step then gets its loss at the end of the step. Refused with debug, MS_OPTIMIZER_CUSTOM,
-       cudaStreamLegacy, a backend that cannot record, or a step that copies state on the host. */
+    /* From the third step of a plan on, ms_step replays a recording (a CUDA graph) of the second, calls
+       no callbacks, and gets its loss at the end of the step. For callbacks that only enqueue kernels,
+       with the same arguments in every step, except what is at step_seed. docs/cuda.md says what needs
+       a new recording. Refused with debug, MS_OPTIMIZER_CUSTOM, cudaStreamLegacy, a backend that cannot
+       record, or a step that copies state on the host. */
     bool cuda_graph;
 } ms_config;
 
@@ -1044,8 +1024,7 @@ typedef struct ms_workspace {
 /* Which operands of a layer can be in 16 bits; see PRECISION. All zero: none. In a call in 16 bits
    (ms_call.dtype is BF16 or F16) the operands in `in`, `out`, `saved` and `param` that were created
    as F32 have that dtype, except those in the masks, which keep F32, and so do grad_out and grad_in
-   for the operands that they belong to. A call in F32 has all operands as they were created, as has
-   every call of what was created with another dtype than F32, and of state. grad_param stays F32,
+   for the operands that they belong to. All others are as they were created. grad_param stays F32,
    except in the slots of half_gradients. */
 typedef struct ms_layer_dtypes {
     uint32_t accepts; // mask of 1 << ms_dtype: MS_DTYPE_BF16, MS_DTYPE_F16
@@ -1819,10 +1798,8 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
    touched, and keeps its count of updates. A param that is not F32 can only be frozen, and ms_wrap
-   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Between
-   micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
-   ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
-   a share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
+   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Budget 0: a
+   share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
    UNSUPPORTED (to train what is not F32); stick. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
@@ -1888,26 +1865,25 @@ MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *so
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
-   after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
-   ms_set_tensor_technique, ms_set_hardware, ms_clear_hardware, ms_set_layer_time or
-   ms_profile_load: every value that is kept between steps stays, and so do the micro-batches done
-   so far, or it is ORDER where that is impossible; a step that was begun beyond them is dropped, as
-   is one that lacks only its update. There are never two arenas: the present one grows or
-   shrinks where it is and values move inside it, if the memory can do that (ms_config.memory,
+   after what takes effect at the next ms_wrap: every value that is kept between steps stays, and so
+   do the micro-batches done so far, or it is ORDER where that is impossible, as with another
+   micro_count (ms_update ends such a step); a step that was begun beyond them is dropped, as is one
+   that lacks only its update. There are never two arenas: the present one grows or shrinks where it
+   is and values move inside it, if the memory can do that (ms_config.memory,
    ms_backend.memory_resize); otherwise a copy of what it keeps lies on the host while it is
-   exchanged. The last 16 plans are kept for as long as only the budget changes: to come back to
-   one of these budgets takes no planning, and memory of the host only for that copy, for what
-   the plan has there, and for values that trade places with others meanwhile. Host memory that a
-   plan no longer needs is given back; where it cannot shrink in place, a rest of less than half
-   may stay, which host_bytes of the report counts. A failing call leaves the model as it was,
-   with three exceptions: a device that fails in earlier steps that were not waited for; one that
-   fails while values move inside the arena, after which the model is marked failed; and an arena
-   that was given back and is refused in its old size too, after which the model is suspended
-   (see ms_suspend). Stream: waits. Errors:
-   the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
-   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
-   for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
-   a size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
+   exchanged. The last 16 plans are kept for as long as only the budget changes: to come back to one
+   of these budgets takes no planning, and memory of the host only for that copy, for what the plan
+   has there, and for values that trade places with others meanwhile. Host memory that a plan no
+   longer needs is given back; where it cannot shrink in place, a rest of less than half may stay,
+   which host_bytes of the report counts. A failing call leaves the model as it was, with three
+   exceptions: a device that fails in earlier steps that were not waited for; one that fails while
+   values move inside the arena, after which the model is marked failed; and an arena that was given
+   back and is refused in its old size too, after which the model is suspended (see ms_suspend).
+   Stream: waits. Errors: the first that sticks; INVALID; ORDER (in a callback; between ms_backward
+   and ms_update where early updates have begun, here or in a model that shares the arena);
+   UNSUPPORTED (F16 is asked for, and updates are the trainer's own); BUDGET (the text has the
+   smallest budget that would do, a size for which this one suffices, and what else helps);
+   OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -1952,8 +1928,7 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    run goes on with the bits of one that was not interrupted; others are converted, and
    ms_load_options.visit tells which.
 
-   The file is a safetensors file, in which params and buffers have their own names. docs/api.md has what
-   else is in it, and what becomes of names that are not unique, or not text.
+   The file is a safetensors file: docs/api.md has what is in it, under which names.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
@@ -2026,16 +2001,15 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn);
    since backward would see other values. Inputs and params have no value, and steps return ORDER,
    until they are written or borrowed, or ms_data has given their address; after ms_reshape the same
    holds for inputs along an axis that has changed. Buffers and optimizer state begin with zeros.
-   State is read and written in F32; what is written is rounded to the format of the state, and in 8
-   bits a number that is not finite makes zeros of its block of 256 elements. So are values and
+   State is read and written in F32, and rounded to its format (ms_state_format). So are values and
    gradients that a plan has in 16 bits; a param with a master is read and written exactly. What is
-   written before ms_wrap has memory of its own until ms_wrap moves it; where the arena is host memory
-   that can grow (malloc, or ms_allocator.resize), only the largest of these values exists twice.
-   ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
-   every value that is live where the last step stopped: the loss, outputs, and between ms_backward
-   and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except
-   ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID, ORDER (not
-   live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
+   written before ms_wrap has memory of its own until ms_wrap moves it; where the arena is host
+   memory that can grow (malloc, or ms_allocator.resize), only the largest of these values exists
+   twice. ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time;
+   also every value that is live where the last step stopped: the loss, outputs, and between
+   ms_backward and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait,
+   except ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID,
+   ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
@@ -2091,8 +2065,8 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
    CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; a model or sizes for ms_eval
-   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED
-   (a recording, with state on the host that a recomputation changes), DRY_RUN. */
+   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED (a recording, with state
+   on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* A step in slices: runs instructions of it while the next one is expected to end within so many
@@ -2144,9 +2118,10 @@ MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 /* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
    going to be applied (a step that should not be then ends with the next ms_forward instead); after
    that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
-   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms without
-   clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
-   in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
+   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms
+   without clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND,
+   NONFINITE (*norm is what it is: in F16, the last step has overflowed; otherwise this step has ended,
+   and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
@@ -2710,11 +2685,9 @@ MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
     return (uint16_t)(sign | (up < 0x7bffu ? up : 0x7bffu));
 }
 
-/* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
-   numbers, times a scale, the one of 256 neighbours with the largest magnitude. The code books are those of
-   Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6,
-   10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative
-   (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
+/* Numbers in 8 bits, as ms_state_format describes them: codes times a scale. The code books have, for
+   each i from 0 to 6, 10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts,
+   positive and negative (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
 
    Code c has the rank y = |c - 127|, or c + 1 in the code book without signs. With
    e = floor(log2(y)), part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e),
@@ -3958,7 +3931,6 @@ static bool msi_is_narrow(msi_format format) {
     return format != MSI_FORMAT_F32 && (int)format < MSI_CALL_FORMAT_COUNT;
 }
 
-/* Bytes of so many elements. */
 static uint64_t msi_format_bytes(msi_format format, uint64_t count) {
     return msi_is_coded(format) ? msi_coded_bytes(count) : count * msi_formats[format].bytes;
 }
@@ -5378,7 +5350,6 @@ static ms_result msi_made(const ms_model *m) {
 /* Makes a call for a model that is there, and was made. */
 #define MSI_MADE(m, call) (msi_made(m) == MS_RESULT_OK ? (call) : msi_made(m))
 
-/* The result for a wrong argument. */
 static MSI_COLD ms_result msi_invalid(const ms_model *m) {
     return MSI_MADE(m, MS_RESULT_INVALID);
 }
@@ -5798,7 +5769,6 @@ static ms_result msi_settle_failure(ms_model *m, ms_result result) {
     return result;
 }
 
-/* Copies by an engine of a backend. */
 static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, const void *source,
                        uint64_t bytes) {
     typedef int (*msi_copy_fn)(void *, void *, const void *, uint64_t);
@@ -5846,7 +5816,6 @@ static uint8_t *msi_staging_of(const msi_store *store) {
     return store->host + store->host_bytes + store->host_transient_bytes;
 }
 
-/* Memory of the transient values. */
 static uint8_t *msi_transient(const msi_run *r) {
     return (uint8_t *)(r->arena ? r->arena->memory : r->store->transient);
 }
@@ -5911,7 +5880,6 @@ static void msi_asan_unpoison(const ms_backend *b, const void *memory, uint64_t 
 #endif
 }
 
-/* Opens the model's own state of its backend. */
 static ms_result msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args = MSI_ZERO_INIT;
@@ -7986,7 +7954,6 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 
 enum { MSI_SPEED_COUNT = 8 };
 
-/* The speeds of a description, by number. */
 static MSI_NOINLINE double *msi_speed(ms_hardware *h, int speed) {
     double *const all[MSI_SPEED_COUNT] = {
         &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->mapped_gb_per_s,
@@ -9547,12 +9514,9 @@ static void msi_analyze_narrow(ms_model *m) {
 // ------------------------------------------------------------------------------------------------
 // >>tiles  groups of layers that are computed tile by tile
 
-/* A group is a run of layers. In forward, all of its layers run on the first tile of rows, then all
-   on the second, and so on; in backward, likewise: what is needed of the values between them is
-   recomputed for the tile at hand. So these values, the inner ones, and their gradients have memory
-   for one tile alone. What other layers read, and what is kept for backward, has memory for all
-   rows. A group that ends in the loss runs the backward of each tile right after its forward, and
-   recomputes nothing: it sweeps. */
+/* A group is a run of layers that are computed tile by tile (see TILING). So the values between them,
+   the inner ones, and their gradients have memory for one tile alone. What other layers read, and what
+   is kept for backward, has memory for all rows. A group that ends in the loss sweeps. */
 
 enum { MSI_MOST_GROUPED = 32, MSI_MOST_TILES = 256 };
 
@@ -10204,7 +10168,6 @@ static MSI_COLD bool msi_check_axis(ms_model *m, const char *name, int64_t size,
                       name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
 }
 
-/* Checks the sizes that ms_reshape received. */
 static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     const msi_graph *g = &m->graph;
     if (g->axis_count == 0) {
@@ -10891,7 +10854,6 @@ static ms_result msi_check_frozen(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* What the user forces must be possible. */
 static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
@@ -10972,10 +10934,7 @@ static ms_result msi_check_loss(ms_model *m) {
     if (g->layers.count == 0) {
         return msi_fail(m, MS_RESULT_INVALID, "no layers: call ms_register_layer before ms_wrap");
     }
-    bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
-    for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
-        wants = msi_is_trained(&g->tensors.items[t]);
-    }
+    const bool wants = g->loss != MSI_NONE && m->optimizers.kinds != 0; // else it only evaluates
     return g->trains || !wants
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_INVALID,
@@ -11172,7 +11131,6 @@ static ms_result msi_analyze_updates(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Analyses the graph, and checks it as a whole. */
 static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
@@ -11278,9 +11236,7 @@ static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, dou
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
 }
 
-/* 2 flops per param element and vector of the first output, as in a matrix product; without params,
-   1 per element of output. A U8 param of rank 2 is a matrix in blocks, which hide how many elements it
-   has: a row of it is multiplied by a vector of the first input in floats. */
+/* Of forward, as ms_layer_desc.flops describes them. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     double params = 0.0, rows = 0.0, width = 0.0;
     for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -11631,7 +11587,6 @@ static MSI_COLD double msi_next_number(msi_reader *r, const char *what, double m
     return r->result == MS_RESULT_OK ? number : 0.0;
 }
 
-/* Reads the version and the graph. */
 static MSI_COLD void msi_read_head(msi_reader *r) {
     const char *word;
     const msi_words own =
@@ -11832,7 +11787,6 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d, sizeof *d);
 }
 
-/* Bytes of host memory that a store takes. */
 static uint64_t msi_host_room_of(const msi_store *store) {
     return store->host_bytes + store->staging_bytes + store->host_transient_bytes;
 }
@@ -11841,7 +11795,6 @@ static uint64_t msi_order_bytes(const msi_store *store) {
     return 2ull * store->residents.count * sizeof(uint32_t);
 }
 
-/* Gives the device memory of a store back. */
 static void msi_release_device(ms_model *m, msi_store *store) {
     msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     if (!store->is_lent) {
@@ -12077,7 +12030,6 @@ static const msi_resident *msi_find_resident(const msi_store *store, uint32_t te
     return NULL;
 }
 
-/* Bytes of device memory that a store takes. */
 static uint64_t msi_room_of(const msi_store *store) {
     return store->resident_bytes + store->transient_bytes;
 }
@@ -12245,7 +12197,6 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
-/* How many words the whereabouts of a graph have. */
 static uint32_t msi_word_count(const msi_graph *g) {
     return g->operands.count + MSI_WORDS_EACH * g->tensors.count;
 }
@@ -12566,7 +12517,6 @@ static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_rol
     return range;
 }
 
-/* Bytes of scratch memory of the next call of a layer. */
 static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, int which) {
     uint64_t rows = l->workspace[which].row_bytes > 0 ? msi_layer_rows(w->graph, l, false) : 0;
     rows = w->tiles.group ? msi_scale_rows(rows, w->tiles.rows.count, w->tiles.rows.of) : rows;
@@ -12784,7 +12734,6 @@ static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, doubl
            bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
 }
 
-/* How long a copy on an engine takes. */
 static MSI_NOINLINE double msi_copy_us(const msi_costs *c, ms_stream_kind engine, uint64_t bytes) {
     const uint8_t *hardware = (const uint8_t *)&c->hardware;
     const double gb_per_s =
@@ -13263,7 +13212,6 @@ static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *gr
     }
 }
 
-/* Emits the call of a layer. */
 static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     msi_emit(w, op, layer);
     msi_last(w)->format = (uint8_t)w->next.format;
@@ -13272,7 +13220,6 @@ static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     }
 }
 
-/* Appends the values of a group as operands. */
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
@@ -15179,7 +15126,6 @@ static void msi_await_out(msi_placing *w, msi_queue *q) {
     msi_count_held(w, t, true);
 }
 
-/* Issues the next copy of an engine. */
 static void msi_begin_copy(msi_placing *w, msi_queue *q) {
     msi_transfer *t = &w->s->transfers[q->next];
     q->free_us = (w->us > q->free_us ? w->us : q->free_us) + t->us;
@@ -15945,7 +15891,6 @@ static msi_pile *msi_column_pile(msi_stacks *s, msi_column *column, uint64_t low
     return above->list[0].low <= low ? above : pile;
 }
 
-/* Adds a placed block to a column. */
 static void msi_column_insert(msi_layout_work *w, uint32_t column, uint32_t block) {
     msi_column *c = &w->stacks.columns[column];
     const msi_spot spot = msi_layout_spot(w, block, w->offset[block]);
@@ -17113,7 +17058,6 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
-/* The times of the program so far. */
 static msi_times msi_read_clock(const msi_clock *c) {
     msi_times times = c->program->predicted.last;
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
@@ -17145,7 +17089,6 @@ static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uin
     return step;
 }
 
-/* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
     msi_clock c;
@@ -17195,7 +17138,6 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
     msi_time_program(g, costs, store, p);
 }
 
-/* Whether some param is updated inside backward. */
 static bool msi_updates_inside(const msi_program *p) {
     for (uint32_t i = p->code.forward_end; i < p->code.backward_end; i++) {
         if (p->code.instructions.items[i].op == MSI_OP_UPDATE) {
@@ -17486,7 +17428,6 @@ typedef struct msi_search {
 /* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
 enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
 
-/* Estimates decisions for a search. */
 static MSI_NOINLINE msi_score msi_search_estimate(msi_search *s,
                                                   const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
@@ -17668,7 +17609,6 @@ static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
            !msi_is_drop_forced(g, t);
 }
 
-/* What of a tensor a plan can move. */
 static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     if (msi_may_stream(tensor)) {
@@ -19921,7 +19861,6 @@ static const msi_subchain *msi_whole_chain(msi_chain *c) {
     return msi_subchain_of(c, false, 0, c->count - 1);
 }
 
-/* Estimates the plan of a point of the whole chain. */
 static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
     msi_decide_base(c->search, c->decisions);
@@ -21374,7 +21313,6 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -21443,7 +21381,6 @@ static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
 }
 
-/* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
            (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
@@ -21771,7 +21708,6 @@ static void msi_relax_updates(msi_solver *s) {
     msi_score_again(s, arena_bytes);
 }
 
-/* Searches all plans that the request allows. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
@@ -22731,9 +22667,8 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
    plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
    largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
    plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
-   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
-   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
-   how each part is written and how it is read. */
+   loaded plan is made as any other, except that nothing is searched. One function says how each part is
+   written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
     MSI_PLAN_VERSION = 1,
@@ -23075,7 +23010,6 @@ static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
     }
 }
 
-/* The sizes of the axes that a plan is for. */
 static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
     const msi_graph *g = &f->model->graph;
     for (uint32_t a = 0; a < g->axis_count; a++) {
@@ -23183,7 +23117,6 @@ static MSI_COLD void msi_drop_file(msi_saved_plans *f) {
     }
 }
 
-/* The error of a file, if there is one. */
 static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
     return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
            : msi_is_sound_file(f)
@@ -24136,7 +24069,6 @@ static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
     return true;
 }
 
-/* Adds a size that would fit the budget. */
 static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const msi_plan *smallest,
                                   bool host_is_short) {
     const msi_graph *g = &to->trials.model->graph;
@@ -24167,7 +24099,6 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const ms
     }
 }
 
-/* Adds what else would help. */
 static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     const ms_model *m = to->trials.model;
     const char *early = msi_early_fault(m);
@@ -24727,7 +24658,6 @@ static bool msi_is_in_tiles(const msi_review *r, uint32_t layer) {
     return msi_tiles_of(&r->model->graph, r->plan->decisions, layer) > 0;
 }
 
-/* Whether a technique is applied to a tensor, at this layer. */
 static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
                                     uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -24794,7 +24724,6 @@ static uint64_t msi_fact(uint64_t fact, bool holds) {
     return holds ? fact : 0;
 }
 
-/* The facts about a technique that hold for every layer. */
 static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
@@ -24932,7 +24861,6 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
            msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->predicted.last.us);
 }
 
-/* The facts about the param of a layer whose state is not coded. */
 static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
 #define MSI_X(constant, fact, text) fact,
     static const uint64_t facts[] = {MSI_NOT_8BIT(MSI_X)};
@@ -24955,7 +24883,6 @@ static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor
     return may && wide > coded ? wide - coded : 0;
 }
 
-/* The facts about the value of a layer that is not in 16 bits. */
 static MSI_COLD uint64_t msi_narrow_facts(const msi_review *r, uint32_t tensor) {
     const msi_not_narrow why =
         tensor == MSI_NONE ? MSI_NARROW_MAY_BE
@@ -26289,11 +26216,8 @@ static ms_result msi_update_matrix(ms_model *m, const ms_update_args *args) {
    given as poison, not as NULL. Afterwards all that the layer may not write must be as before, and what
    it computes must not depend on the poison, on the half, or on which of the declared freedoms it was
    given. Then the model's memory is restored, with the results of the run in which the poison was NaN,
-   so that reads of unwritten bytes show up later on.
-
-   Red zones are checked after the call, and there are no guard pages: red zones work in every
-   memory, catch reads as well (the poison in them decides on the result), and leave a program that
-   can report what happened. */
+   so that reads of unwritten bytes show up later on. There are no guard pages: gaps work in every
+   memory, catch reads as well, and leave a program that can report what happened. */
 
 /* As floats: small numbers, and NaN. In a run over the first poison, outputs and words that nobody
    has written hold the one for outputs: an output that still holds it was not written. */
@@ -26460,7 +26384,6 @@ static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t valu
     return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
 }
 
-/* Element i as a number. */
 static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
     return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
            : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
@@ -28478,7 +28401,6 @@ static MSI_COLD void msi_warn_of_state(msi_trial *t) {
     }
 }
 
-/* Without the saved tensors that are optional. */
 static MSI_COLD void msi_try_without_optional(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     uint32_t given = 0;
@@ -28864,13 +28786,11 @@ static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int
     return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->most, k);
 }
 
-/* An array on the stage. */
 static float *msi_update_array(const msi_update_trial *t, int k) {
     uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
     return (float *)(void *)(stage + msi_update_array_at(t->most, k));
 }
 
-/* Array k of the arguments, and its format. */
 static const void *msi_given_array(const ms_update_args *a, int k, msi_format *format) {
     const int state = k - MSI_UPDATE_STATE;
     const bool is_state = state >= 0 && state < MS_LIMIT_OPTIMIZER_STATE;
@@ -29213,7 +29133,6 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
     return msi_align(bytes + msi_align(workspace) + MSI_GAP_BYTES);
 }
 
-/* Sets the sizes of what debug mode needs beside a store. */
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
     bool on_host = false;
@@ -29314,7 +29233,6 @@ static ms_result msi_make_timing(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Whether the instructions that run now are timed. */
 static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
     return MSI_HAS_PLANNER && t &&
@@ -31139,7 +31057,6 @@ static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes
     return MS_RESULT_OK;
 }
 
-/* Whether the device memory of a store can have another size. */
 static bool msi_can_resize(const ms_model *m, const msi_store *store) {
     const ms_backend *b = &m->config.backend;
     void *memory = store->memory;
@@ -33257,16 +33174,11 @@ static MSI_COLD uint64_t msi_hash_structure(const msi_graph *g) {
     return msi_mix_in(hash, g->loss);
 }
 
-MEMSCALE_PRINTF(2, 3)
-static MSI_COLD void msi_add_header(msi_checkpoint *c, const char *format, ...) {
-    char text[256];
-    va_list args;
-    va_start(args, format);
-    const int length = msi_vformat(text, sizeof text, format, args);
-    va_end(args);
+static MSI_COLD void msi_add_header(const char *text, size_t length, void *user) {
+    msi_checkpoint *c = (msi_checkpoint *)user;
     MSI_ROOM(char, c, c->header, c->header.count + (uint32_t)length);
     if (c->result == MS_RESULT_OK) {
-        memcpy(c->header.items + c->header.count, text, (size_t)length);
+        memcpy(c->header.items + c->header.count, text, length);
         c->header.count += (uint32_t)length;
     }
 }
@@ -33292,42 +33204,41 @@ static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item 
                : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
 }
 
-static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
+static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_printer *out, const msi_item *i) {
     const ms_shape shape = msi_item_shape(c, i);
-    msi_add_header(c, ",\"");
-    for (const char *name = c->names.items + i->name; *name; name++) {
-        msi_add_header(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
-    }
-    msi_add_header(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
+    msi_print(out, ",");
+    msi_print_quoted(out, c->names.items + i->name, true);
+    msi_print(out, ":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
     for (int k = 0; k < shape.rank; k++) {
-        msi_add_header(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
+        msi_print(out, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
     }
-    msi_add_header(c, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
-                   (unsigned long long)(i->begin + i->bytes));
+    msi_print(out, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
+              (unsigned long long)(i->begin + i->bytes));
 }
 
 /* Places the items, those with the largest elements first, so that all are aligned; and writes the
    header, which ends at a multiple of 64 bytes of the file. */
 static MSI_COLD void msi_write_header(msi_checkpoint *c) {
+    const msi_printer out = {msi_add_header, c};
     uint64_t begin = 0;
-    msi_add_header(c, "{\"__metadata__\":{\"format\":\"pt\"");
+    msi_print(&out, "{\"__metadata__\":{\"format\":\"pt\"");
 #define MSI_X(name)                                                                                \
-    msi_add_header(c, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
+    msi_print(&out, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    msi_add_header(c, "}");
+    msi_print(&out, "}");
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
         for (MSI_ITEMS(msi_item, i, c->items)) {
             if (msi_formats[i->format].bytes == bytes) {
                 i->begin = begin;
                 begin += i->bytes;
-                msi_put_item(c, i);
+                msi_put_item(c, &out, i);
             }
         }
     }
-    msi_add_header(c, "}");
+    msi_print(&out, "}");
     while (c->result == MS_RESULT_OK && (c->header.count + 8) % 64 != 0) {
-        msi_add_header(c, " ");
+        msi_print(&out, " ");
     }
 }
 
@@ -33635,7 +33546,6 @@ static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t
     }
 }
 
-/* Writes one item, and notes its sum. */
 static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     const msi_memory from = msi_item_memory(c, i);
     msi_sum sum = msi_begin_sum();
@@ -33674,7 +33584,6 @@ static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
     return same ? number : hash | (uint64_t)1 << 63;
 }
 
-/* The state of a run as numbers. */
 static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
     msi_numbers *n = &c->numbers;
@@ -33855,7 +33764,6 @@ static MSI_COLD uint32_t msi_find_entry(msi_checkpoint *c, const char *name) {
     return found;
 }
 
-/* Reads the header of a file, and the sums. */
 static MSI_COLD void msi_read_header(msi_checkpoint *c) {
     uint64_t length = 0, size = c->source->size;
     if (size < 8) {
@@ -33995,7 +33903,6 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     i->bytes = e->end - e->begin;
 }
 
-/* An error if the numbers of a file are not those of a run of this model. */
 static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     const ms_model *m = c->m;
@@ -34138,7 +34045,6 @@ static MSI_COLD uint32_t msi_targets_of(const msi_checkpoint *c, const msi_item 
     return count;
 }
 
-/* Puts a piece of an item where it belongs. */
 static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_part part,
                                    const uint8_t *data) {
     const msi_resident *targets[2];
@@ -34923,7 +34829,6 @@ static MSI_COLD uint64_t msi_link_bytes(const msi_graph *g, const msi_program *p
     return bytes;
 }
 
-/* What is copied, and how much of that is hidden. */
 static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
     msi_clock start; // of a step: computing waits for the inputs
@@ -36333,7 +36238,6 @@ static MSI_COLD void msi_print_categories(msi_columns *c, const uint64_t *bytes_
     msi_end_line(c);
 }
 
-/* The plan as a whole, the peak, what is on the host, and what is copied. */
 static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r) {
     const msi_printer *out = c->out;
     const double copies_us = r->to_device_us + r->to_host_us;
