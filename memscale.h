@@ -2018,8 +2018,7 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
    for what a plan has in another dtype than it was created with, optimizer state included. Use it
    to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or after
    ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach, or
-   the step that plans again (ms_config.empirical_profiling); everything else until the next step.
-   */
+   the step that plans again (ms_config.empirical_profiling); everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a tensor, for ms_read, and of the optimizer state of a
@@ -2176,25 +2175,24 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
                                                   void *user);
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
-   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
-   and compares the gradients of all trained params, those of ms_want_gradient, and the buffers that
-   layers change. Afterwards
-   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
-   the plan changes nothing, except that updates round optimizer state that is not F32: visit
-   receives such state after the gradient of its param, with what rounding will do to it (see
-   ms_difference), and report->state_error has the largest error of them; and except that values in
-   16 bits round: the plain plan computes in F32, from params as they are, in 16 bits where they are
-   so. A loss scale is undone. Memory that a callback is to write holds poison, which also exposes a
-   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
-   make. A loss that is not finite is compared like any other. Borrowed gradients and buffers are
-   used where they are: each pass begins with the values that they hold, which are put back bit for
-   bit in the end. Even after an error the model is as before: values, readable gradients and
-   outputs, counts, recordings. (A backend that fails twice in a row can leave borrowed memory
-   changed, and in debug mode garbage in params; the model is then marked failed.) Temporary memory:
-   on the device one allocation beside the arena, for the transient values and gradients of the
-   plain plan and a copy of changing buffers; on the host a copy of these gradients and buffers, one
-   more of buffers that stay there and of what is borrowed, two programs and 1 MiB, or 2 with
-   optimizer state that is not F32 (in debug mode also what that takes).
+   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update, and
+   compares the gradients of all trained params, those of ms_want_gradient, and the buffers that layers
+   change. Afterwards visit (may be NULL) receives each of them, in the order of registration. If all
+   bits are equal, the plan changes nothing, except that updates round optimizer state that is not F32:
+   visit receives such state after the gradient of its param, with what rounding will do to it (see
+   ms_difference), and report->state_error has the largest error of them; and except that values in 16
+   bits round: the plain plan computes in F32, from params as they are, in 16 bits where they are so. A
+   loss scale is undone. Memory that a callback is to write holds poison, which also exposes a layer
+   that reads what nobody has written; only ms_config.debug finds a mistake that both passes make. A
+   loss that is not finite is compared like any other. Borrowed gradients and buffers are used where
+   they are: each pass begins with the values that they hold, which are put back bit for bit in the end.
+   Even after an error the model is as before: values, readable gradients and outputs, counts,
+   recordings. (A backend that fails twice in a row can leave borrowed memory changed, and in debug mode
+   garbage in params; the model is then marked failed.) Temporary memory: on the device one allocation
+   beside the arena, for the transient values and gradients of the plain plan and a copy of changing
+   buffers; on the host a copy of these gradients and buffers, one more of buffers that stay there and
+   of what is borrowed, two programs and 1 MiB, or 2 with optimizer state that is not F32 (in debug mode
+   also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -6788,7 +6786,6 @@ static void msi_adamw_floats(const ms_update_factors *f, float scale, int count,
     }
 }
 
-/* Updates elements in F32. */
 static void msi_update_elements(ms_optimizer_kind kind, const ms_update_factors *factors,
                                 float scale, int count, float *value, const float *gradient,
                                 float *s0, float *s1) {
@@ -14727,9 +14724,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
      awaited once it is done, by the predicted times of what is computed and of the other copies;
    - memory: no instruction has more live bytes than the peak before scheduling plus the room that
      the plan gives to copies, so that the peak depends on the decisions alone.
-   A copy in whose value is still on the device, or can stay there within that peak, is left out.
-   Copies of one engine run in the order in which they are issued, so waiting for one of them is
-   waiting for all before it. */
+   A copy in whose value is still on the device, or can stay there within that peak, is left out. */
 
 /* How far apart two uses of a value may be, in slots, for the copy between them to be left out; and
    how many copies like a copy in that is issued may still be queued on its engine. */
@@ -15347,7 +15342,6 @@ static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     }
 }
 
-/* Makes the new list. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
     const uint32_t count = p->code.instructions.count;
@@ -19610,7 +19604,6 @@ static void msi_offer(msi_chain *c, const msi_way *from, uint64_t bytes, float u
     c->lowest = bytes == c->low && us < c->lowest.us ? point : c->lowest;
 }
 
-/* Adds a way to those of the subchain at hand. */
 static void msi_add_way(msi_chain *c, const msi_way *way) {
     const msi_pareto_point *a = way->a->points, *b = way->b->points;
     const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
@@ -19676,7 +19669,6 @@ static uint64_t msi_held_bytes(const msi_chain *c, uint32_t t) {
     return stage->options[0].kept_bytes + (stage->reads_output ? stage[1].input_bytes : 0);
 }
 
-/* Adds the ways in which stage s is kept. */
 static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
@@ -21941,9 +21933,9 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
    offsets, some of its waits turn out to order nothing: without them, all instructions that use the
    same bytes, at least one of them to write, still run in one order. Such a WAIT is removed, and the
    next WAIT for that engine awaits its copies too; and a copy that need not wait for computing no
-   longer follows it. Programs stay in order with anything that is enqueued between them. Removing a
-   wait hardly ever makes another needless, so there is one pass. Without this room 11 of 98 plans with
-   copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be slower, by up to 2.1 %. */
+   longer follows it. Removing a wait hardly ever makes another needless, so there is one pass. Without
+   this 11 of 98 plans with copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be
+   slower, by up to 2.1 %. */
 
 /* The number of operands of a group that a layer's instruction has. */
 static MSI_NOINLINE uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i,
@@ -31024,7 +31016,6 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     return MS_RESULT_OK;
 }
 
-/* Gives the residents of a store their addresses in its memory. */
 static void msi_place_store(ms_model *m, msi_store *store) {
     store->transient = m->run.arena ? NULL : (uint8_t *)store->memory + store->resident_bytes;
     for (MSI_ITEMS(msi_resident, resident, store->residents)) {
@@ -31131,7 +31122,6 @@ static uint64_t msi_room_beside(const msi_taking *k) {
     return k->room - msi_smaller(k->room, more);
 }
 
-/* Gives all residents their first values, and the arena its size. */
 static ms_result msi_take_all(msi_taking *k) {
     ms_model *m = k->model;
     msi_store *store = k->store;
@@ -31191,7 +31181,6 @@ static void msi_keep_taken(const msi_taking *k) {
     store->host = NULL;
 }
 
-/* Gives the first store of a model its memory and values. */
 static ms_result msi_settle_first(ms_model *m, msi_store *store) {
     if (!msi_is_direct(m) || m->config.memory || m->refuge.memory || m->refuge.host) {
         return msi_settle_failure(m, msi_settle(m, store));
@@ -31254,7 +31243,6 @@ static uint64_t msi_image_bytes(const ms_model *m) {
     return store->memory ? bytes : 0;
 }
 
-/* Copies between device memory and an image. */
 static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
     msi_store *store = m->run.store;
     const uint64_t begin = msi_image_begin(m, store), residents = store->resident_bytes - begin;
@@ -31303,13 +31291,13 @@ static MSI_COLD ms_result msi_save_store(ms_model *m, void *memory) {
     MSI_THEN(result, memory ? MS_RESULT_OK : msi_host_alloc(m, store->image_bytes, &store->image));
     msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     MSI_THEN(result, msi_copy_image(m, false));
-    if (result != MS_RESULT_OK) {
+    if (result == MS_RESULT_OK) {
+        msi_give_up_device(m, store);
+        m->run.epoch++;
+    } else {
         msi_release_image(m, store);
-        return result;
     }
-    msi_give_up_device(m, store);
-    m->run.epoch++;
-    return MS_RESULT_OK;
+    return result;
 }
 
 /* Gives the model's store device memory again, with what its image holds. */
@@ -31319,15 +31307,13 @@ static MSI_COLD ms_result msi_load_store(ms_model *m) {
     ms_result result = msi_take_device(m, store, msi_own_room(m, store));
     MSI_THEN(result, d ? msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]) : MS_RESULT_OK);
     MSI_THEN(result, msi_prepare(m, store, store->memory));
-    if (result == MS_RESULT_OK) {
-        msi_place_store(m, store);
-        result = msi_copy_image(m, true);
-    }
+    MSI_DO(result, msi_place_store(m, store));
+    MSI_THEN(result, msi_copy_image(m, true));
     if (result == MS_RESULT_OK) {
         msi_release_image(m, store);
-        return result;
+    } else {
+        msi_give_up_device(m, store);
     }
-    msi_give_up_device(m, store);
     return result;
 }
 
@@ -31660,7 +31646,6 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
                             (unsigned)m->run.micro, (unsigned)old->micro_count);
 }
 
-/* Makes these the plans of the model, for the store that it has now. */
 static MSI_COLD void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *largest, msi_goal goal) {
     msi_drop_step(&m->run);
     m->run.verdict = MSI_VERDICT_NONE;
@@ -33044,9 +33029,7 @@ static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
     }
 }
 
-/* Gives an item its name: a prefix, and the name of its tensor. Values have none. Where a value's name
-   was given to one before, "#2" follows, or the first number that makes it unique; an empty name, and
-   one that begins with "memscale." or is "__metadata__", follows "tensor.". */
+/* Gives an item its name, as docs/api.md has it: a prefix, which values have not, and that of its tensor. */
 static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *prefix,
                                    const char *name) {
     const bool is_reserved = prefix[0] == 0 && (name[0] == 0 || strcmp(name, "__metadata__") == 0 ||
@@ -33267,7 +33250,6 @@ static MSI_COLD void msi_json_take(msi_json *j, char what) {
     j->is_wrong |= !msi_json_has(j, what);
 }
 
-/* The number of four hexadecimal digits. */
 static MSI_COLD uint32_t msi_json_hex(msi_json *j) {
     uint32_t number = 0;
     for (int k = 0; k < 4 && !j->is_wrong; k++) {
@@ -33607,14 +33589,13 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
 
 /* What save and load need: a model that is between two calls, and knows its loss scale. */
 static MSI_COLD ms_result msi_check_settled(ms_model *m, const char *function) {
-    ms_result result = msi_check_between_steps(m, function);
-    if (result == MS_RESULT_OK && (!m->run.plan || m->config.dry_run || msi_is_suspended(m))) {
-        result = !m->run.plan ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
-                 : m->config.dry_run
-                     ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
-                     : msi_fail_suspended(m, function);
-    }
-    return result;
+    const ms_result result = msi_check_between_steps(m, function);
+    return result != MS_RESULT_OK ? result
+           : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+           : m->config.dry_run
+               ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
+           : msi_is_suspended(m) ? msi_fail_suspended(m, function)
+                                 : MS_RESULT_OK;
 }
 
 static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
@@ -33641,7 +33622,6 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
     return result;
 }
 
-/* Everything that is to be written, with its place. */
 static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     msi_item sums = MSI_ZERO_INIT;
     msi_take_numbers(c);
@@ -33863,7 +33843,6 @@ static MSI_COLD void msi_miss_item(msi_checkpoint *c, msi_item *i, const char *n
     }
 }
 
-/* Finds what of a file an item is read from. */
 static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     const bool is_value = i->kind == MSI_ITEM_TENSOR && i->role == MSI_ROLE_VALUE;
     const bool is_of_graph = i->kind != MSI_ITEM_EXTRA;
@@ -34187,7 +34166,6 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     c->m->errors = errors;
 }
 
-/* The run goes on from the numbers of a file. */
 static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     ms_model *m = c->m;
@@ -34217,7 +34195,6 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     m->run.failed = m->run.failed && (c->options.locate || c->options.partial);
 }
 
-/* Notes that values are there, and tells what became of each. */
 static MSI_COLD void msi_report_load(msi_checkpoint *c) {
 #define MSI_X(name, small, ...) #small,
     static const char *const names[] = {MSI_FORMATS(MSI_X)};
@@ -34598,7 +34575,6 @@ static MSI_COLD uint32_t msi_choose_place(const msi_places *p, uint32_t count, b
     return place;
 }
 
-/* Chooses the path of the next checkpoint, and the number of its save. */
 static MSI_COLD ms_result msi_next_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, msi_places *p, uint64_t *saves) {
     const ms_result result = msi_find_places(m, function, in, p);
@@ -34933,7 +34909,6 @@ static msi_role msi_public_role(const msi_range *range) {
                                                 : (msi_role)range->role;
 }
 
-/* Operand k of the present instruction, as an event has it. */
 static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
@@ -35063,7 +35038,6 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     w->visit(&event, w->user);
 }
 
-/* What a step does besides its instructions. */
 static MSI_COLD void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
                                       double start_us, double us, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
@@ -35544,7 +35518,7 @@ MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float we
 MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused) {
     msi_tensor *t = msi_param_of(model, __func__, param);
     if (!t) {
-        return model && msi_made(model) != MS_RESULT_OK ? msi_made(model) : MS_RESULT_INVALID;
+        return msi_invalid(model);
     }
     const bool runs = model->run.store && !model->config.dry_run;
     ms_result result = msi_check_between_steps(model, __func__);
@@ -36408,7 +36382,6 @@ static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uin
     msi_print_column(c, 13, layer.id ? ms_layer_name(model, layer) : "");
 }
 
-/* The line of a value, or of several that are alike. */
 static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
     const bool was_sent = l->is_on_host && !l->is_resident;
