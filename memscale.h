@@ -73,9 +73,7 @@
                              forward alone
     8. ms_detach             back to the plain plan; ms_destroy frees everything
 
-    Errors of these calls stick: ms_wrap returns the first one, so that a trainer need not check
-    each call. ms_last_error has its text, with the numbers and the cure. So it is with ms_create:
-    where it fails, it gives a model that carries the error into every call.
+    A trainer need not check each call before ms_wrap, which returns their first error: see ERRORS.
 
   CHAPTERS
     MEMORY MODEL. Everything that a step touches lies in one arena, except memory that the trainer
@@ -114,9 +112,6 @@
     for those who switch it ON or force it. max_host_bytes is a budget like that of the arena.
     docs/offloading.md has more.
 
-    PLANS IN FILES. ms_plan_save writes the plan of one machine, and ms_plan_load reads it on
-    another, whose library need not be able to search one (MEMSCALE_NO_PLANNER).
-
     PROFILES. The time of a layer comes from the first of these sources that has it: what was set by
     ms_set_layer_time; what was measured (ms_config.empirical_profiling) or loaded
     (ms_profile_load); a roofline over the layer's flops and bytes and the speeds of the device.
@@ -129,10 +124,8 @@
     (ms_optimizer_desc.state_format), rounded at random. In mode AGGRESSIVE, or where
     ms_config.optimizer_8bit is ON, a plan that needs memory may keep it in codes of 8 bits; which
     state never is, and what codes do to training, is in docs/techniques.md. ms_read and ms_write
-    convert from and to F32, and so does an ms_wrap that plans otherwise: F32 that goes into codes is
-    rounded to the nearest; what comes out of codes goes back into the same ones, however often. A
-    plan that keeps the format copies the bytes. From the same gradients, updates give the same bits
-    whatever else the plan does.
+    convert from and to F32, and so does an ms_wrap that plans otherwise: see ms_state_format. From
+    the same gradients, updates give the same bits whatever else the plan does.
 
     PRECISION. A plan may have values, their gradients and params in 16 bits (mixed precision), in
     BF16 or F16 (ms_config.mixed_dtype), in mode AGGRESSIVE on devices that compute in it, or
@@ -146,9 +139,9 @@
     A param in 16 bits has by default a master: its value in F32, one more tensor of optimizer
     state. An update changes the master and rounds it to the param; ms_read and ms_write of the
     param are about the master, and ms_data returns NULL. Where ms_config.master_weights is OFF, the
-    16 bits are all there is, and updates round them at random. Params stay F32 if they are
-    borrowed, if they are frozen and have masters, and if they are trained by MS_OPTIMIZER_CUSTOM or
-    MS_OPTIMIZER_NONE.
+    16 bits are all there is, and updates round them at random to one of the two neighbours, so that
+    small changes add up in the mean. Params stay F32 if they are borrowed, if they are frozen and
+    have masters, and if they are trained by MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE.
 
     In F16, gradients are multiplied by a loss scale (ms_config.loss_scaling). A step in which a
     gradient is not finite updates nothing and lowers it: that is no error, unless it happens too
@@ -158,22 +151,20 @@
     F16 with MS_OPTIMIZER_CUSTOM or MS_OPTIMIZER_NONE is UNSUPPORTED. More of all this is in
     docs/techniques.md.
 
-    TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile (the
-    first `axes` dims of the first output, merged into one), can be computed in tiles: a plan makes
-    a group of up to 32 successive layers, and runs all of them on the first of up to 256 tiles,
-    then on the second, and so on, so that what they hand to each other has memory for one tile.
-    Backward does the same, and first recomputes for each tile what it reads. Params, and inputs in
-    whole_in, are never cut; layers with state have no tiles. This is part of mode AGGRESSIVE, or of
-    any mode where ms_config.tiling is ON. docs/techniques.md has an example.
+    TILING. Layers whose rows are independent, and that declare them in ms_layer_desc.tile, can be
+    computed in tiles: a plan makes a group of up to 32 successive layers, and runs all of them on
+    the first of up to 256 tiles, then on the second, and so on, so that what they hand to each other
+    has memory for one tile. Backward does the same, and first recomputes for each tile what it
+    reads. Layers with state have no tiles. This is part of mode AGGRESSIVE, or of any mode where
+    ms_config.tiling is ON. docs/techniques.md has an example.
 
     A call for a tile has smaller views: the leading dims that are rows are merged into one, so that
-    of (B, T, C) with 2 axes it sees (n, C). ms_call.row_count is n, and row_begin the number of the
-    first row. Random numbers and positions are counted from there, since all tiles have the same
-    seed. The workspace has bytes + row_bytes * row_count bytes. A view may begin at a row that is
-    not at a multiple of 64 bytes: a layer whose kernels need that sets ms_layer_tile.multiple. At
-    sizes of the axes where rows cannot be parted, the first tile has all of them. Gradients of
-    params are sums over the tiles, to which each call contributes in the way that the layer
-    declares: they are rounded in another order than in the plain plan, but alike in every run.
+    of (B, T, C) with 2 axes it sees (n, C), the n = ms_call.row_count rows from row_begin on. A view
+    may begin at a row that is not at a multiple of 64 bytes: a layer whose kernels need that sets
+    ms_layer_tile.multiple. At sizes of the axes where rows cannot be parted, the first tile has all
+    of them. Gradients of params are sums over the tiles, to which each call contributes in the way
+    that the layer declares: they are rounded in another order than in the plain plan, but alike in
+    every run.
 
     A group that ends in the loss runs the backward of each tile right after its forward, and
     recomputes nothing: it sweeps. So ms_forward computes gradients there. If no ms_backward follows
@@ -201,38 +192,27 @@
 
     COMPILER FLAGS. -Ofast and -ffast-math are allowed: what is finite is decided by bits, so a loss
     or a norm that is not finite still ends the step with MS_RESULT_NONFINITE, and subnormal numbers
-    may be flushed to zero. Within one build, the bits of a wrapped step are those of a plain one.
-    Builds may differ from each other: -Ofast regroups sums, takes reciprocals, and fuses or
-    approximates as it likes. Three things can differ within one build as well. A loop that the
-    compiler duplicates for operands that overlap may round otherwise in place than not, and a sum
-    otherwise at another alignment; the arena aligns every tensor to 64 bytes. Debug mode reports a
-    layer for which that matters: remove its in_place. A function that is inlined where the trainer
-    calls it, and where a callback does, may round otherwise in each: keep it in a file of its own,
-    or do not let it be inlined. And where a callback only compares what it must not read with 0,
-    debug mode may miss it, since NaN, with which it poisons memory, then compares as the compiler
-    likes.
+    may be flushed to zero. Within one build, the bits of a wrapped step are those of a plain one,
+    except where a callback is compiled twice or rounds otherwise in place: docs/porting.md says
+    when, and what to do. Builds may differ from each other.
 
     STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
     ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
     Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
     one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
-    do. ms_step waits for its loss, while backward still runs, and without a loss pointer for next
-    to nothing (see there). The device itself ensures that a step whose loss is not finite updates
-    nothing, nor does any step after it. ms_write stages inputs in pinned memory, and waits until
-    the previous write of the same input has left that. With ms_config.cuda_graph, the second step
-    of each plan is recorded and replayed from then on. Callbacks are then no longer called:
-    everything in their ms_call stays as it was, except *step_seed. The learning rate may change.
-    The recording is made anew after ms_borrow, ms_set_loss_factor, ms_write to a tensor on the
-    host, or growth of a shared arena.
+    do. ms_step waits for its loss, while backward still runs. The device itself ensures that a step
+    whose loss is not finite updates nothing, nor does any step after it. ms_write stages inputs in
+    pinned memory, and waits until the previous write of the same input has left that.
 
-    ERRORS. Every fallible function returns an ms_result. A failing step leaves params and optimizer
-    state as they were after the last completed update; buffers that it has changed as state stay
-    changed. If the failing step had begun to update, the model is marked failed
-    (MS_RESULT_FAILED): write params and optimizer state from your own copy, then call ms_wrap,
-    which trusts that you did. The error of a function that returns no result sticks: ms_last_error
-    has it, and ms_wrap returns the first such error, every time before the model is wrapped, and
-    once afterwards, since the present plan is as good as before. The handle 0 of a failed
-    registration may be passed on.
+    ERRORS. Every fallible function returns an ms_result; ms_last_error has its text, with the
+    numbers and the cure. A failing step leaves params and optimizer state as they were after the
+    last completed update; buffers that it has changed as state stay changed. If the failing step
+    had begun to update, the model is marked failed (MS_RESULT_FAILED): write params and optimizer
+    state from your own copy, then call ms_wrap, which trusts that you did. The error of a function
+    that returns no result sticks: ms_wrap returns the first such error, every time before the model
+    is wrapped, and once afterwards, since the present plan is as good as before. The handle 0 of a
+    failed registration may be passed on. Where ms_create fails, it gives a model that carries the
+    error into every call.
 
     ALLOCATOR. All host memory comes from ms_config.allocator, device memory and pinned memory from
     ms_config.backend. A step allocates nothing, and after ms_wrap no device memory is allocated,
@@ -246,91 +226,62 @@
     give it back. With empirical_profiling, the step that plans again allocates as ms_wrap does.
 
     THREADS. One model is used by one thread at a time, except that any thread may call ms_cancel;
-    separate models are independent. Callbacks
-    run on the thread that called ms_step. Of the functions that take the model, a callback may call
-    only ms_gemm, ms_cast, ms_read (not while a step is recorded), ms_data, ms_report and those
-    about tensors. Other callbacks (of the functions that visit or print, of ms_config.log and of a
-    policy) may call everything except what changes the plan or destroys the model, which is an
-    error (ORDER): ms_wrap, ms_detach, ms_reshape, ms_verify, ms_find_nonfinite, ms_smallest_budget,
-    registration, the steps, and ms_eval. Compiled with OpenMP, the update and the built-in ms_gemm
-    use its threads. On the CPU backend the copies of offloading run on up to two threads of the
-    model's own, one for each direction: none unless a plan offloads, or restores state on the host
-    after a recomputation. Each starts with the first copy and ends in ms_destroy. They call nothing
-    but memcpy. Where none can be started, the thread that called ms_step copies. Two more run while
-    ms_hardware_report measures. With ms_config.parallel there are none of these, and OpenMP is not
-    used: the trainer's job system runs pieces of updates, copies, casts and products.
+    separate models are independent. Callbacks run on the thread that called ms_step. Of the
+    functions that take the model, a callback may call only ms_gemm, ms_cast, ms_read (not while a
+    step is recorded), ms_data, ms_report and those about tensors. Other callbacks (of the functions
+    that visit or print, of ms_config.log and of a policy) may call everything except what changes
+    the plan or destroys the model, which is an error (ORDER): ms_wrap, ms_detach, ms_reshape,
+    ms_verify, ms_find_nonfinite, ms_smallest_budget, registration, the steps, and ms_eval. Compiled
+    with OpenMP, the update and the built-in ms_gemm use its threads. On the CPU backend the copies
+    of offloading run on up to two threads of the model's own, one for each direction: none unless a
+    plan offloads, or restores state on the host after a recomputation. Each starts with the first
+    copy and ends in ms_destroy. They call nothing but memcpy. Where none can be started, the thread
+    that called ms_step copies. Two more run while ms_hardware_report measures. With
+    ms_config.parallel there are none of these, and OpenMP is not used.
 
-    LIMITS. A layer has up to 32 inputs, outputs, saved tensors, params and state buffers each. Rank
-    6; 8 axes; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and 256 tiles, of fewer
-    than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin at a number drawn
-    from its address, and a tensor has six of them, so each of two models with n tensors refuses the
-    other's handles except with a probability of 3 n / 2^30 (one in 350,000 for a thousand tensors).
-    The library's own arithmetic (updates, sums, ms_gemm) is float32. An update on a GPU gives the
-    bits of one on a CPU whose compiler may use fused multiply-add; products and sums may differ.
-    Debug mode does not see what a callback does outside the model's memory, unless its results show
-    it.
+    LIMITS. The constants MS_LIMIT_...; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and
+    256 tiles, of fewer than 2^31 - 1 rows. A handle belongs to one model. The ids of a model begin
+    at a number drawn from its address, and a tensor has six of them, so each of two models with n
+    tensors refuses the other's handles except with a probability of 3 n / 2^30 (one in 350,000 for
+    a thousand tensors). The library's own arithmetic (updates, sums, ms_gemm) is float32. An update
+    on a GPU gives the bits of one on a CPU whose compiler may use fused multiply-add; products and
+    sums may differ. Debug mode does not see what a callback does outside the model's memory, unless
+    its results show it.
 
-    HISTORY. 0.1.0 (2026): registration, budgets by recomputation, CPU backend. 0.2.0 (2026): the
-    contract with trainers as they are. 0.3.0 (2026): CUDA. 0.4.0 (2026): modes, rules, profiles,
-    simulation, explained plans. 0.5.0 (2026): state in backward, up to 32 operands, lifetimes,
-    ms_find_nonfinite, -Ofast, near-linear planning of large graphs. 0.6.0 (2026): offloading, mixed
-    precision, optimizer state in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in
-    slices; measured and listed hardware; ms::model for C++; Lion; times of a report are those of a
-    step. Renamed: ms_attach to ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0 (2026):
-    state in codes of 8 bits stays as it is however often it is read and written back, since the
-    scale of a block has a sign; ms_set_update_count and ms_update_count, ms_optimizer_defaults,
-    ms_set_loss_mean, ms_loss_scaling.most_skipped, ms_layer_desc.surrogate_gradient; ms_update ends
-    a step before its last micro-batch; an error that sticks is logged once. Changed:
-    ms_set_loss_factor(model, 0) is a factor of 0, no longer the mean; ms_wrap and ms_detach between
-    micro-batches return ORDER where gradients would be lost; memory that is lent for two values
-    must not overlap if training changes one of them; ms_gradient_norm returns NONFINITE for a step
-    that its norm has halted. Renamed, of the functions under >>formats: msi_units_of_signed and
-    msi_units_of_unsigned to msi_signed_value and msi_unsigned_value. 0.8.0 (2026): runs are
-    saved and resumed, in safetensors files (ms_save, ms_load and what follows them);
-    ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any dtype, and offloading of
-    buffers that no layer changes.
+    HISTORY (all of 2026). 0.1.0: registration, budgets by recomputation, CPU backend. 0.2.0: the
+    contract with trainers as they are. 0.3.0: CUDA. 0.4.0: modes, rules, profiles, simulation,
+    explained plans. 0.5.0: state in backward, up to 32 operands, lifetimes, ms_find_nonfinite,
+    -Ofast, near-linear planning of large graphs. 0.6.0: offloading, mixed precision, optimizer state
+    in 8 bits and BF16, tiles; ms_suspend, budgets that change, steps in slices; measured and listed
+    hardware; ms::model for C++; Lion; times of a report are those of a step. Renamed: ms_attach to
+    ms_model_alloc, keeps_state to recompute_keeps_state. 0.7.0: state in codes of 8 bits stays as it
+    is however often it is read and written back, since the scale of a block has a sign;
+    ms_set_update_count and ms_update_count, ms_optimizer_defaults, ms_set_loss_mean,
+    ms_loss_scaling.most_skipped, ms_layer_desc.surrogate_gradient; ms_update ends a step before its
+    last micro-batch; an error that sticks is logged once. Changed: ms_set_loss_factor(model, 0) is a
+    factor of 0, no longer the mean; ms_wrap and ms_detach between micro-batches return ORDER where
+    gradients would be lost; memory that is lent for two values must not overlap if training changes
+    one of them; ms_gradient_norm returns NONFINITE for a step that its norm has halted. Renamed, of
+    the functions under >>formats: msi_units_of_signed and msi_units_of_unsigned to msi_signed_value
+    and msi_unsigned_value. 0.8.0: runs are saved and resumed, in safetensors files (ms_save, ms_load
+    and what follows them); ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any
+    dtype, and offloading of buffers that no layer changes.
 
-  TABLE OF CONTENTS (search for the tag)
+  TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
-    shared by both  >>formats      how numbers lie in memory, in one table
-                    >>shared >>arithmetic
+    shared by both  >>formats >>shared >>arithmetic
     implementation  >>base >>structs >>names >>log >>text >>memory >>wide
-      on the host   >>cpu kernels    what is done to elements, piece by piece
-                    >>cpu gemm       matrix products
-                    >>backend cpu    the table of the backend, and the threads that copy
-                    >>hardware >>graph >>tiles
-                    >>loans          memory of the trainer must not overlap
-                    >>validate >>whole >>profile >>rules >>store
-      lowering      >>emit           instructions, live ranges, and copies of what moves
-                    >>cost           how long an instruction takes
-                    >>operands       the next call of a layer
-                    >>homes          what is fetched from the host for a call and sent back after it
-                    >>recompute      forward, backward, and forward again for what a reader lacks
-                    >>updates        of params, early or late, in parts
-                    >>lower          backward, groups in tiles, and the whole program
-                    >>repeat         blocks that changed decisions do not reach
+      on the host   >>cpu kernels >>cpu gemm >>backend cpu >>hardware
+      the graph     >>graph >>tiles >>loans >>validate >>whole >>profile >>rules >>store
+      lowering      >>emit >>cost >>operands >>homes >>recompute >>updates >>lower >>repeat
                     >>alias >>schedule >>layout >>fit >>simulate >>score
-      searches      >>moves          what can be changed, what that frees and is expected to cost
-                    >>greedy         one move after another
-                    >>lists          what greedy may offload, what is given back, segments
-                    >>chain >>exhaustive >>grouping >>solve
-                    >>order >>fold >>plans >>plan >>policy >>explain >>optimizer >>call
-                    >>matrices       updates of whole matrices, in steps: Muon, Adafactor
-      debug mode    >>stage          where a layer runs: its operands lie apart, between poison
-                    >>checks         what it must leave as it was; who is to blame for a difference
-                    >>probes         over other numbers: what is remembered, and slopes
-                    >>debug          its trials: again, elsewhere, over other poison
+      searches      >>moves >>greedy >>lists >>chain >>exhaustive >>grouping >>solve
+      plans         >>order >>fold >>plans >>plan >>policy >>explain
+      a step        >>optimizer >>call >>matrices; in debug mode >>stage >>checks >>probes >>debug;
                     >>timing >>execute
-      between steps >>values         what outlasts a step: written, read and borrowed
-                    >>place          memory for a store, or for its image while it is suspended
-                    >>relocate       values go to the places of another plan
-                    >>adopt          a plan takes effect, for a size or a budget
-                    >>model          is made and freed
-                    >>verify
-                    >>safetensors    names and header of a file
-                    >>checkpoints    a run is saved, and loaded into any plan
-                    >>files          on disk
-                    >>report >>api >>listing >>trace
+      between steps >>values >>place >>relocate >>adopt >>model >>verify
+                    >>safetensors >>checkpoints >>files
+      reports       >>report >>api >>listing >>trace
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -991,14 +942,10 @@ typedef struct ms_config {
     void *policy_user;
     /* Where times come from; see PROFILES. static_profiling, DEFAULT or ON: what was not measured
        is predicted from the flops and bytes of a layer; OFF: ms_wrap refuses a layer without a
-       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: the first step
-       after ms_wrap, which is often slower than usual, is not timed; the next warmup_steps steps
-       are timed, instruction by instruction. The step after these begins by planning again with the
-       medians, as ms_wrap would, but preferably in the existing arena; if that fails, the old plan
-       stays and the log says so. The second step of the new plan is timed once more, for
-       ms_visit_events and ms_print_trace. Failing steps are not counted, the micro-batches of a
-       step form one sample, and timing waits for the device around each instruction. Has no effect
-       with debug. */
+       known time (ms_set_layer_time, ms_profile_load). empirical_profiling, ON: after the first step
+       of a plan the next warmup_steps steps are timed, instruction by instruction, and the step after
+       these begins by planning again with the medians, preferably in the existing arena; if that
+       fails, the old plan stays. See docs/timing.md. Has no effect with debug. */
     ms_switch static_profiling, empirical_profiling;
     uint32_t warmup_steps; // 0: 2; 1000 at most
     /* Plan and report, but allocate no arena; steps return MS_RESULT_DRY_RUN. Layers need no
@@ -1007,22 +954,17 @@ typedef struct ms_config {
     bool dry_run;
     /* Check that layers do what they declared: each callback runs several times, on copies of its
        operands at addresses that change, with poison in all other memory, and in each of the ways
-       that the desc allows; it must give the same bits each time. The error, MS_RESULT_CONTRACT,
-       names the layer, the operand and the cure, and before it runs, each layer is logged (tag
-       debug, MS_LOG_DEBUG). Calls in 16 bits are checked in 16 bits. What ms_read and ms_data give
-       a callback beyond its operands is poison too, also where the trainer lends the memory.
-       Gradients must depend on grad_out, the loss must be written in full, and what forward keeps
-       outside of state must not change a later call. Warnings, which end nothing, tell of state that
-       changes in an eval, and of a gradient in F32 that is not the derivative of forward, by the
-       change of its outputs where its operands are moved a little (ms_layer_desc.surrogate_gradient);
-       for that, forward also runs on numbers that are not of the step. The first update of a step by
-       the trainer's own callback is tried on copies, where it must depend on its arguments alone, and
-       on *gradient_scale: if it has declared state (state_count), and the param is not borrowed. The
-       line before a call that crashes names the layer, and which operands had no data. Slow: copies
-       the whole arena at every call, and a layer's first step takes longest. Takes memory beside the
-       arena: on the device two to three times what the largest layer uses, on the host four times that
-       layer, a copy of the arena, of tensors on the host and of what the trainer lends, and one of all
-       activations. What it cannot see is listed in docs/porting.md. */
+       that the desc allows; it must give the same bits each time. Forward also runs on numbers that
+       are not of the step. The first update of a step by the trainer's own callback is tried on
+       copies, if it has declared state (state_count) and the param is not borrowed. The error,
+       MS_RESULT_CONTRACT, names the layer, the operand and the cure; warnings end nothing. Before each
+       call the layer is logged (tag debug, MS_LOG_DEBUG), and which operands have no data, so that a
+       crash has a name. What ms_read and ms_data give a callback beyond its operands is poison too,
+       also where the trainer lends the memory. docs/porting.md lists what it finds, and what it cannot
+       see. Slow: copies the whole arena at every call, and a layer's first step takes longest. Takes
+       memory beside the arena: on the device two to three times what the largest layer uses, on the
+       host four times that layer, a copy of the arena, of tensors on the host and of what the trainer
+       lends, and one of all activations. */
     bool debug;
     /* Microseconds that an instruction should take at most, for slices; 0: no limit. Plans, except
        that of ms_detach, then compute layers that are predicted to take longer in tiles, as if these
@@ -1030,15 +972,9 @@ typedef struct ms_config {
        is not OFF, and sums over rows are rounded in another order. A warning names what is still
        longer; so does ms_memory_report.longest_us. */
     double max_instruction_us;
-    uint64_t seed; // ms_call.seed is derived from it
-    /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it, as one more tensor of
-       optimizer state, from which each update makes both. OFF: its 16 bits are all there is; an
-       update rounds at random to one of the two neighbours, so that small changes add up in the
-       mean. OFF also has params that are frozen in 16 bits. */
-    ms_switch master_weights;
-    /* The dtype of plans with mixed precision: BF16 or F16. 0: BF16, or F16 where the device
-       computes in that alone. */
-    ms_dtype mixed_dtype;
+    uint64_t seed;            // ms_call.seed is derived from it
+    ms_switch master_weights; // DEFAULT and ON: a param in 16 bits has its value in F32 beside it
+    ms_dtype mixed_dtype; // BF16 or F16. 0: BF16, or F16 where the device computes in that alone
     ms_loss_scaling loss_scaling; // of plans in F16
     uint32_t accumulation_steps;  // micro-batches per step; 0: 1
     ms_arena *arena;              // shared with other models; NULL: the model's own
@@ -1052,10 +988,11 @@ typedef struct ms_config {
     void *stream;
     bool
         tf32; // ms_gemm, and products in updates, may round F32 inputs to TF32, where that is faster
-    /* From the third step on, ms_step replays a recording (a CUDA graph) of the second; see
-       STREAMS. For callbacks that only enqueue kernels, with the same arguments in every step.
-       ms_step then gets its loss at the end of the step. Refused with debug, MS_OPTIMIZER_CUSTOM,
-       cudaStreamLegacy, a backend that cannot record, or a step that copies state on the host. */
+    /* From the third step of a plan on, ms_step replays a recording (a CUDA graph) of the second, calls
+       no callbacks, and gets its loss at the end of the step. For callbacks that only enqueue kernels,
+       with the same arguments in every step, except what is at step_seed. docs/cuda.md says what needs
+       a new recording. Refused with debug, MS_OPTIMIZER_CUSTOM, cudaStreamLegacy, a backend that cannot
+       record, or a step that copies state on the host. */
     bool cuda_graph;
 } ms_config;
 
@@ -1085,8 +1022,7 @@ typedef struct ms_workspace {
 /* Which operands of a layer can be in 16 bits; see PRECISION. All zero: none. In a call in 16 bits
    (ms_call.dtype is BF16 or F16) the operands in `in`, `out`, `saved` and `param` that were created
    as F32 have that dtype, except those in the masks, which keep F32, and so do grad_out and grad_in
-   for the operands that they belong to. A call in F32 has all operands as they were created, as has
-   every call of what was created with another dtype than F32, and of state. grad_param stays F32,
+   for the operands that they belong to. All others are as they were created. grad_param stays F32,
    except in the slots of half_gradients. */
 typedef struct ms_layer_dtypes {
     uint32_t accepts; // mask of 1 << ms_dtype: MS_DTYPE_BF16, MS_DTYPE_F16
@@ -1637,9 +1573,8 @@ MEMSCALE_API uint64_t ms_shape_count(const ms_shape *shape);
    sequence). Registration refuses a param along an axis, and what a wrong dim or axis gives. */
 MEMSCALE_API ms_shape ms_along(ms_shape shape, int dim, ms_axis axis);
 
-/* The backend that runs on the host: its arena comes from the model's allocator. Copies between the
-   arena and host memory that a plan offloads to run on a thread for each direction, which starts
-   with the first of them (not on platforms without threads: there, has_copy_streams is false).
+/* The backend that runs on the host: its arena comes from the model's allocator. Copies of what a
+   plan offloads run on threads: see THREADS (on platforms without any, has_copy_streams is false).
 
    A table of your own can begin as a copy of this one. If functions of yours receive the state and
    look for user there, set open, close, prepare and query to NULL, has_copy_streams to false, and
@@ -1698,9 +1633,9 @@ MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 /* ms_set_hardware: plan for this device from the next ms_wrap on (copied): a measured report, a
    built-in device, or your own description. A speed of 0 means the one typical of its kind.
    target_utilization applies to its free memory, else to its total memory, else (both 0) to that of
-   the model's own device. Graph, config, profile and this device together determine the plan.
-   ms_clear_hardware: for the model's own device again, with the speeds of a loaded profile, or else
-   those that its backend states or its kind has; what ms_hardware_report measured is not used.
+   the model's own device.
+   ms_clear_hardware: for the model's own device again (see PROFILES for its speeds); what
+   ms_hardware_report measured is not used.
    Errors: INVALID (NULL, as ms_hardware_find returns it; a speed that is negative, not finite or
    absurd; more free memory than there is): ms_wrap refuses until one of the two is called again. */
 MEMSCALE_API void ms_set_hardware(ms_model *model, const ms_hardware *hardware);
@@ -1861,10 +1796,8 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
 /* These take effect at the next ms_wrap. A frozen param has no gradient and no optimizer state: its
    state is dropped, and starts from zero if the param is trained again; borrowed state is not
    touched, and keeps its count of updates. A param that is not F32 can only be frozen, and ms_wrap
-   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Between
-   micro-batches of a step, ms_wrap and ms_detach keep the gradients that have been summed, or return
-   ORDER where that is impossible, as with another micro_count: ms_update ends such a step. Budget 0:
-   a share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
+   refuses it (UNSUPPORTED) until it is. With force_optimize, the budget does not matter. Budget 0: a
+   share of free memory; micro_count 0: 1. Errors: of ms_set_frozen INVALID (not a param) and
    UNSUPPORTED (to train what is not F32); stick. */
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen);
 MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
@@ -1886,11 +1819,10 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force);
 
-/* Known times of a layer, at the present sizes of the axes. They override those of a profile or of
-   timed steps, which override predicted ones. 0: that time is not known; NULL: none is any more. At
-   other sizes they are scaled by the elements of the outputs; a recomputation by forward is assumed
-   to take as long as forward. Takes effect at the next ms_wrap. Errors: INVALID (no such layer; a
-   time that is negative, not finite or above 1e15); sticks. */
+/* Known times of a layer, at the present sizes of the axes; see PROFILES. 0: that time is not known;
+   NULL: none is any more. At other sizes they are scaled by the elements of the outputs; a
+   recomputation by forward is assumed to take as long as forward. Takes effect at the next ms_wrap.
+   Errors: INVALID (no such layer; a time that is negative, not finite or above 1e15); sticks. */
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time);
 
 /* ms_profile_save writes the times in force as text, with a version, a hash of the graph, and the
@@ -1903,12 +1835,13 @@ MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_la
 MEMSCALE_API_CHECKED ms_result ms_profile_save(const ms_model *model, ms_text_fn write, void *user);
 MEMSCALE_API_CHECKED ms_result ms_profile_load(ms_model *model, const char *text, size_t length);
 
-/* A plan that is made on one machine and used on another, or in another process: a wrap that loads its
-   plan takes a tenth of one that searches it, or less. ms_plan_save writes the plans in force, for the
-   largest sizes of the axes and for others that there are. ms_plan_load reads them, after all
-   registrations and ms_set_loss, for the next ms_wrap alone: it has the same programs, the same plan_hash
-   and the same bits. What a step is predicted to take follows from its own hardware and profile; what the
-   report says of the plain plan is from the file.
+/* A plan that is made on one machine and used on another, whose library need not be able to search one
+   (MEMSCALE_NO_PLANNER), or in another process: a wrap that loads its plan takes a tenth of one that
+   searches it, or less. ms_plan_save writes the plans in force, for the largest sizes of the axes and for
+   others that there are. ms_plan_load reads them, after all registrations and ms_set_loss, for the next
+   ms_wrap alone: it has the same programs, the same plan_hash and the same bits. What a step is predicted
+   to take follows from its own hardware and profile; what the report says of the plain plan is from the
+   file.
    A file is checked, not trusted: what it decides must be possible and allowed here, no two values that
    live at one time may overlap, the budgets must suffice. It is for one graph (names and callbacks apart),
    and for the outputs, wanted gradients, frozen params, forced techniques, loans, optimizers and
@@ -1923,38 +1856,32 @@ MEMSCALE_API_CHECKED ms_result ms_plan_load(ms_model *model, const ms_source *so
 
 /* The smallest budget that ms_wrap would accept with the present switches (with auto_policy, in any
    mode). Takes as long as the slowest ms_wrap. Errors: as ms_wrap, except BUDGET.
-   One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less
-   may be accepted), all above is accepted. A larger budget never makes the predicted step
-   slower, and a smaller one never makes the arena larger; with offloading, where times rise and
-   fall along the plans that are tried, the first mostly holds within 2 % (8 % were seen), with
-   accumulation within about 14 %, and where graphs of more than 8 layers may be in tiles or in 16
-   bits, both hold nearly. Exception: what rounds (optimizer state in 8 bits, values in 16) and what runs in tiles is
-   considered only where the budget asks for more than early updates. So there is one budget, the
-   least with which the plan that does neither fits without recomputing or moving anything, that can
-   be slower than one byte less: see docs/decision-engine.md. */
+   One byte less is refused (unless equal blocks of layers stand for each other: then somewhat less may
+   be accepted), all above is accepted. A larger budget never makes the predicted step slower, and a
+   smaller one never makes the arena larger, with exceptions where plans offload, accumulate, round or
+   run in tiles: docs/decision-engine.md has them, with how much was seen. */
 MEMSCALE_API_CHECKED ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes);
 
 /* Decides, lowers, lays out and allocates. May be called again between steps or micro-batches,
-   after ms_set_budget, ms_set_frozen, ms_set_accumulation, ms_set_layer_technique,
-   ms_set_tensor_technique, ms_set_hardware, ms_clear_hardware, ms_set_layer_time or
-   ms_profile_load: every value that is kept between steps stays, and so do the micro-batches done
-   so far, or it is ORDER where that is impossible; a step that was begun beyond them is dropped, as
-   is one that lacks only its update. There are never two arenas: the present one grows or
-   shrinks where it is and values move inside it, if the memory can do that (ms_config.memory,
+   after what takes effect at the next ms_wrap: every value that is kept between steps stays, and so
+   do the micro-batches done so far, or it is ORDER where that is impossible, as with another
+   micro_count (ms_update ends such a step); a step that was begun beyond them is dropped, as is one
+   that lacks only its update. There are never two arenas: the present one grows or shrinks where it
+   is and values move inside it, if the memory can do that (ms_config.memory,
    ms_backend.memory_resize); otherwise a copy of what it keeps lies on the host while it is
-   exchanged. The last 16 plans are kept for as long as only the budget changes: to come back to
-   one of these budgets takes no planning, and memory of the host only for that copy, for what
-   the plan has there, and for values that trade places with others meanwhile. Host memory that a
-   plan no longer needs is given back; where it cannot shrink in place, a rest of less than half
-   may stay, which host_bytes of the report counts. A failing call leaves the model as it was,
-   with three exceptions: a device that fails in earlier steps that were not waited for; one that
-   fails while values move inside the arena, after which the model is marked failed; and an arena
-   that was given back and is refused in its old size too, after which the model is suspended
-   (see ms_suspend). Stream: waits. Errors:
-   the first that sticks; INVALID; ORDER (in a callback; between ms_backward and ms_update where
-   early updates have begun, here or in a model that shares the arena); UNSUPPORTED (F16 is asked
-   for, and updates are the trainer's own); BUDGET (the text has the smallest budget that would do,
-   a size for which this one suffices, and what else helps); OUT_OF_MEMORY; BACKEND. */
+   exchanged. The last 16 plans are kept for as long as only the budget changes: to come back to one
+   of these budgets takes no planning, and memory of the host only for that copy, for what the plan
+   has there, and for values that trade places with others meanwhile. Host memory that a plan no
+   longer needs is given back; where it cannot shrink in place, a rest of less than half may stay,
+   which host_bytes of the report counts. A failing call leaves the model as it was, with three
+   exceptions: a device that fails in earlier steps that were not waited for; one that fails while
+   values move inside the arena, after which the model is marked failed; and an arena that was given
+   back and is refused in its old size too, after which the model is suspended (see ms_suspend).
+   Stream: waits. Errors: the first that sticks; INVALID; ORDER (in a callback; between ms_backward
+   and ms_update where early updates have begun, here or in a model that shares the arena);
+   UNSUPPORTED (F16 is asked for, and updates are the trainer's own); BUDGET (the text has the
+   smallest budget that would do, a size for which this one suffices, and what else helps);
+   OUT_OF_MEMORY; BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_wrap(ms_model *model);
 
 /* Back to the plain plan, whatever the budget; values are kept. On error the model stays wrapped as
@@ -1999,12 +1926,7 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    run goes on with the bits of one that was not interrupted; others are converted, and
    ms_load_options.visit tells which.
 
-   The file is a safetensors file. Params and buffers have their own names; where a name was given to an
-   earlier one, "#2" and so on follows; bytes that are no UTF-8 and control characters become "_"; names
-   that are empty or begin with "memscale." follow "tensor.". The rest: "memscale.state0.NAME" and
-   state1 (U8 of one dim: codes, as docs/api.md describes them), "memscale.updates.NAME",
-   "memscale.gradient.NAME", "memscale.extra.NAME"; last "memscale.checksums", the XXH64 of the header
-   and of every tensor. Numbers are in the metadata.
+   The file is a safetensors file: docs/api.md has what is in it, under which names.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
@@ -2077,16 +1999,15 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn);
    since backward would see other values. Inputs and params have no value, and steps return ORDER,
    until they are written or borrowed, or ms_data has given their address; after ms_reshape the same
    holds for inputs along an axis that has changed. Buffers and optimizer state begin with zeros.
-   State is read and written in F32; what is written is rounded to the format of the state, and in 8
-   bits a number that is not finite makes zeros of its block of 256 elements. So are values and
+   State is read and written in F32, and rounded to its format (ms_state_format). So are values and
    gradients that a plan has in 16 bits; a param with a master is read and written exactly. What is
-   written before ms_wrap has memory of its own until ms_wrap moves it; where the arena is host memory
-   that can grow (malloc, or ms_allocator.resize), only the largest of these values exists twice.
-   ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time; also
-   every value that is live where the last step stopped: the loss, outputs, and between ms_backward
-   and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait, except
-   ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID, ORDER (not
-   live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
+   written before ms_wrap has memory of its own until ms_wrap moves it; where the arena is host
+   memory that can grow (malloc, or ms_allocator.resize), only the largest of these values exists
+   twice. ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time;
+   also every value that is live where the last step stopped: the loss, outputs, and between
+   ms_backward and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait,
+   except ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID,
+   ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
 MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *data);
 
@@ -2095,8 +2016,7 @@ MEMSCALE_API_CHECKED ms_result ms_read(ms_model *model, ms_tensor tensor, void *
    for what a plan has in another dtype than it was created with, optimizer state included. Use it
    to fill an input in place or to use params elsewhere, by work enqueued on ms_stream or after
    ms_synchronize. What is kept between steps stays there until the next ms_wrap or ms_detach, or
-   the step that plans again (ms_config.empirical_profiling); everything else until the next step.
-   */
+   the step that plans again (ms_config.empirical_profiling); everything else until the next step. */
 MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor);
 
 /* Handles of the gradient of a tensor, for ms_read, and of the optimizer state of a
@@ -2142,8 +2062,8 @@ MEMSCALE_API uint32_t ms_layer_index(const ms_model *model, ms_layer layer);
    ms_synchronize that finds it. It also waits for the loss before an update by MS_OPTIMIZER_CUSTOM,
    for copies of state on the host, and for another model that has used the shared arena. Errors:
    CALLBACK, NONFINITE, BACKEND, CONTRACT, FAILED, ORDER (not wrapped; a model or sizes for ms_eval
-   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED
-   (a recording, with state on the host that a recomputation changes), DRY_RUN. */
+   alone, in which case ms_eval has no error; else as ms_wrap), UNSUPPORTED (a recording, with state
+   on the host that a recomputation changes), DRY_RUN. */
 MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
 
 /* A step in slices: runs instructions of it while the next one is expected to end within so many
@@ -2195,9 +2115,10 @@ MEMSCALE_API_CHECKED ms_result ms_eval(ms_model *model, double *loss);
 /* The norm of all gradients, before clipping: between ms_backward and ms_update of those that are
    going to be applied (a step that should not be then ends with the next ms_forward instead); after
    that of those in the last update. Of params that are paused it has nothing. Errors: INVALID, ORDER
-   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms without
-   clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND, NONFINITE (*norm is what it is:
-   in F16, the last step has overflowed; otherwise this step has ended, and updates nothing). */
+   (neither grad_clip_norm nor skip_above_norm is set, nor is the plan in F16: FLT_MAX has norms
+   without clipping; no backward since ms_wrap; another step or an eval has begun since), BACKEND,
+   NONFINITE (*norm is what it is: in F16, the last step has overflowed; otherwise this step has ended,
+   and updates nothing). */
 MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 
 /* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
@@ -2252,25 +2173,24 @@ MEMSCALE_API_CHECKED ms_result ms_visit_decisions(const ms_model *model, ms_deci
                                                   void *user);
 
 /* Runs forward and backward by the plain plan and by the present plan, both from the present values
-   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update,
-   and compares the gradients of all trained params, those of ms_want_gradient, and the buffers that
-   layers change. Afterwards
-   visit (may be NULL) receives each of them, in the order of registration. If all bits are equal,
-   the plan changes nothing, except that updates round optimizer state that is not F32: visit
-   receives such state after the gradient of its param, with what rounding will do to it (see
-   ms_difference), and report->state_error has the largest error of them; and except that values in
-   16 bits round: the plain plan computes in F32, from params as they are, in 16 bits where they are
-   so. A loss scale is undone. Memory that a callback is to write holds poison, which also exposes a
-   layer that reads what nobody has written; only ms_config.debug finds a mistake that both passes
-   make. A loss that is not finite is compared like any other. Borrowed gradients and buffers are
-   used where they are: each pass begins with the values that they hold, which are put back bit for
-   bit in the end. Even after an error the model is as before: values, readable gradients and
-   outputs, counts, recordings. (A backend that fails twice in a row can leave borrowed memory
-   changed, and in debug mode garbage in params; the model is then marked failed.) Temporary memory:
-   on the device one allocation beside the arena, for the transient values and gradients of the
-   plain plan and a copy of changing buffers; on the host a copy of these gradients and buffers, one
-   more of buffers that stay there and of what is borrowed, two programs and 1 MiB, or 2 with
-   optimizer state that is not F32 (in debug mode also what that takes).
+   and inputs, with the seed of the next step (with accumulation, one micro-batch) and no update, and
+   compares the gradients of all trained params, those of ms_want_gradient, and the buffers that layers
+   change. Afterwards visit (may be NULL) receives each of them, in the order of registration. If all
+   bits are equal, the plan changes nothing, except that updates round optimizer state that is not F32:
+   visit receives such state after the gradient of its param, with what rounding will do to it (see
+   ms_difference), and report->state_error has the largest error of them; and except that values in 16
+   bits round: the plain plan computes in F32, from params as they are, in 16 bits where they are so. A
+   loss scale is undone. Memory that a callback is to write holds poison, which also exposes a layer
+   that reads what nobody has written; only ms_config.debug finds a mistake that both passes make. A
+   loss that is not finite is compared like any other. Borrowed gradients and buffers are used where
+   they are: each pass begins with the values that they hold, which are put back bit for bit in the end.
+   Even after an error the model is as before: values, readable gradients and outputs, counts,
+   recordings. (A backend that fails twice in a row can leave borrowed memory changed, and in debug mode
+   garbage in params; the model is then marked failed.) Temporary memory: on the device one allocation
+   beside the arena, for the transient values and gradients of the plain plan and a copy of changing
+   buffers; on the host a copy of these gradients and buffers, one more of buffers that stay there and
+   of what is borrowed, two programs and 1 MiB, or 2 with optimizer state that is not F32 (in debug mode
+   also what that takes).
    Stream: waits. Errors: as ms_step except NONFINITE; OUT_OF_MEMORY; ORDER (not wrapped; a step is
    under way; a setting waits for the next ms_wrap). *report is zeroed then, visit is not called. */
 MEMSCALE_API_CHECKED ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
@@ -2761,11 +2681,9 @@ MSI_HD uint16_t msi_f16_at_random(float x, uint32_t random) {
     return (uint16_t)(sign | (up < 0x7bffu ? up : 0x7bffu));
 }
 
-/* Numbers in 8 bits: codes into a code book of 256 values from -1 or 0 to 1, the same for all
-   numbers, times a scale, the one of 256 neighbours with the largest magnitude. The code books are those of
-   Dettmers et al., "8-bit optimizers via block-wise quantization", 2022: for each i from 0 to 6,
-   10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts, positive and negative
-   (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
+/* Numbers in 8 bits, as ms_state_format describes them: codes times a scale. The code books have, for
+   each i from 0 to 6, 10^(i-6) times the means of a linear partition of [0.1, 1] into 2^i parts,
+   positive and negative (for m), or into 2^(i+1) parts (for v); and 0 and 1; in rising order.
 
    Code c has the rank y = |c - 127|, or c + 1 in the code book without signs. With
    e = floor(log2(y)), part number y - 2^e of 2^e has the mean (18 y - 16 * 2^e + 9) / (20 * 2^e),
@@ -3225,22 +3143,11 @@ static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
     return true;
 }
 
-#else
-typedef struct msi_file {
-    bool is_open;
-} msi_file;
-
-/* No file is read. */
-static MSI_NOINLINE msi_file *msi_open_file(const char *root, const char *directory,
-                                            const char *name) {
-    (void)root, (void)directory, (void)name;
-    return NULL;
-}
-
-static MSI_NOINLINE bool msi_read_line(msi_file *file, char *line, int bytes) {
-    (void)file, (void)line, (void)bytes;
-    return false;
-}
+#else // no file is read
+typedef void msi_file;
+#define msi_open_file(root, directory, name)                                                       \
+    ((void)(root), (void)(directory), (void)(name), (void *)NULL)
+#define msi_read_line(file, line, bytes) ((void)(file), (void)(line), false)
 #endif
 
 /* The number in the first line that begins with key and has one, or `otherwise`. */
@@ -4007,7 +3914,6 @@ static bool msi_is_narrow(msi_format format) {
     return format != MSI_FORMAT_F32 && (int)format < MSI_CALL_FORMAT_COUNT;
 }
 
-/* Bytes of so many elements. */
 static uint64_t msi_format_bytes(msi_format format, uint64_t count) {
     return msi_is_coded(format) ? msi_coded_bytes(count) : count * msi_formats[format].bytes;
 }
@@ -5426,7 +5332,6 @@ static ms_result msi_made(const ms_model *m) {
 /* Makes a call for a model that is there, and was made. */
 #define MSI_MADE(m, call) (msi_made(m) == MS_RESULT_OK ? (call) : msi_made(m))
 
-/* The result for a wrong argument. */
 static MSI_COLD ms_result msi_invalid(const ms_model *m) {
     return MSI_MADE(m, MS_RESULT_INVALID);
 }
@@ -5850,7 +5755,6 @@ static ms_result msi_settle_failure(ms_model *m, ms_result result) {
     return result;
 }
 
-/* Copies by an engine of a backend. */
 static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, const void *source,
                        uint64_t bytes) {
     typedef int (*msi_copy_fn)(void *, void *, const void *, uint64_t);
@@ -5896,7 +5800,6 @@ static uint8_t *msi_staging_of(const msi_store *store) {
     return store->host + store->host_bytes + store->host_transient_bytes;
 }
 
-/* Memory of the transient values. */
 static uint8_t *msi_transient(const msi_run *r) {
     return (uint8_t *)(r->arena ? r->arena->memory : r->store->transient);
 }
@@ -5959,7 +5862,6 @@ static void msi_asan_unpoison(const ms_backend *b, const void *memory, uint64_t 
 #endif
 }
 
-/* Opens the model's own state of its backend. */
 static ms_result msi_open(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     ms_open_args args = MSI_ZERO_INIT;
@@ -6866,7 +6768,6 @@ static void msi_adamw_floats(const ms_update_factors *f, float scale, int count,
     }
 }
 
-/* Updates elements in F32. */
 static void msi_update_elements(ms_optimizer_kind kind, const ms_update_factors *factors,
                                 float scale, int count, float *value, const float *gradient,
                                 float *s0, float *s1) {
@@ -8016,7 +7917,6 @@ MEMSCALE_API ms_backend ms_backend_cpu(void) {
 
 enum { MSI_SPEED_COUNT = 8 };
 
-/* The speeds of a description, by number. */
 static MSI_NOINLINE double *msi_speed(ms_hardware *h, int speed) {
     double *const all[MSI_SPEED_COUNT] = {
         &h->memory_gb_per_s, &h->to_device_gb_per_s, &h->to_host_gb_per_s, &h->mapped_gb_per_s,
@@ -9574,12 +9474,9 @@ static void msi_analyze_narrow(ms_model *m) {
 // ------------------------------------------------------------------------------------------------
 // >>tiles  groups of layers that are computed tile by tile
 
-/* A group is a run of layers. In forward, all of its layers run on the first tile of rows, then all
-   on the second, and so on; in backward, likewise: what is needed of the values between them is
-   recomputed for the tile at hand. So these values, the inner ones, and their gradients have memory
-   for one tile alone. What other layers read, and what is kept for backward, has memory for all
-   rows. A group that ends in the loss runs the backward of each tile right after its forward, and
-   recomputes nothing: it sweeps. */
+/* A group is a run of layers that are computed tile by tile (see TILING). So the values between them,
+   the inner ones, and their gradients have memory for one tile alone. What other layers read, and what
+   is kept for backward, has memory for all rows. A group that ends in the loss sweeps. */
 
 enum { MSI_MOST_GROUPED = 32, MSI_MOST_TILES = 256 };
 
@@ -10227,7 +10124,6 @@ static MSI_COLD bool msi_check_axis(ms_model *m, const char *name, int64_t size,
                       name, (long long)size, (long long)largest, (unsigned)count, MS_LIMIT_AXES);
 }
 
-/* Checks the sizes that ms_reshape received. */
 static ms_result msi_check_sizes(ms_model *m, const int64_t *sizes) {
     const msi_graph *g = &m->graph;
     if (g->axis_count == 0) {
@@ -10914,7 +10810,6 @@ static ms_result msi_check_frozen(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* What the user forces must be possible. */
 static ms_result msi_check_forced(ms_model *m) {
     const msi_graph *g = &m->graph;
     const char *early = msi_early_fault(m);
@@ -10995,10 +10890,7 @@ static ms_result msi_check_loss(ms_model *m) {
     if (g->layers.count == 0) {
         return msi_fail(m, MS_RESULT_INVALID, "no layers: call ms_register_layer before ms_wrap");
     }
-    bool wants = false; // some gradient; otherwise the model evaluates, and nothing is amiss
-    for (uint32_t t = 0; t < g->tensors.count && g->loss != MSI_NONE && !wants; t++) {
-        wants = msi_is_trained(&g->tensors.items[t]);
-    }
+    const bool wants = g->loss != MSI_NONE && m->optimizers.kinds != 0; // else it only evaluates
     return g->trains || !wants
                ? MS_RESULT_OK
                : msi_fail(m, MS_RESULT_INVALID,
@@ -11195,7 +11087,6 @@ static ms_result msi_analyze_updates(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Analyses the graph, and checks it as a whole. */
 static MSI_NOINLINE ms_result msi_check_graph(ms_model *m, msi_goal goal) {
     msi_graph *g = &m->graph;
     if (m->errors.sticky != MS_RESULT_OK && !m->run.plan) {
@@ -11301,9 +11192,7 @@ static MSI_NOINLINE double msi_roofline_us(const msi_costs *c, double flops, dou
     return h->launch_us + (compute_us > memory_us ? compute_us : memory_us);
 }
 
-/* 2 flops per param element and vector of the first output, as in a matrix product; without params,
-   1 per element of output. A U8 param of rank 2 is a matrix in blocks, which hide how many elements it
-   has: a row of it is multiplied by a vector of the first input in floats. */
+/* Of forward, as ms_layer_desc.flops describes them. */
 static double msi_derived_flops(const msi_graph *g, const msi_layer *l) {
     double params = 0.0, rows = 0.0, width = 0.0;
     for (MSI_EACH(in, g, l, MSI_GROUP_IN)) {
@@ -11654,7 +11543,6 @@ static MSI_COLD double msi_next_number(msi_reader *r, const char *what, double m
     return r->result == MS_RESULT_OK ? number : 0.0;
 }
 
-/* Reads the version and the graph. */
 static MSI_COLD void msi_read_head(msi_reader *r) {
     const char *word;
     const msi_words own =
@@ -11855,7 +11743,6 @@ static void msi_debug_free(ms_model *m, msi_debug *d) {
     msi_release(a, d, sizeof *d);
 }
 
-/* Bytes of host memory that a store takes. */
 static uint64_t msi_host_room_of(const msi_store *store) {
     return store->host_bytes + store->staging_bytes + store->host_transient_bytes;
 }
@@ -11864,7 +11751,6 @@ static uint64_t msi_order_bytes(const msi_store *store) {
     return 2ull * store->residents.count * sizeof(uint32_t);
 }
 
-/* Gives the device memory of a store back. */
 static void msi_release_device(ms_model *m, msi_store *store) {
     msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     if (!store->is_lent) {
@@ -12100,7 +11986,6 @@ static const msi_resident *msi_find_resident(const msi_store *store, uint32_t te
     return NULL;
 }
 
-/* Bytes of device memory that a store takes. */
 static uint64_t msi_room_of(const msi_store *store) {
     return store->resident_bytes + store->transient_bytes;
 }
@@ -12266,7 +12151,6 @@ static uint64_t msi_decisions_bytes(const msi_graph *g) {
     return (g->tensors.count + 1ull) * sizeof(msi_tensor_decision);
 }
 
-/* How many words the whereabouts of a graph have. */
 static uint32_t msi_word_count(const msi_graph *g) {
     return g->operands.count + MSI_WORDS_EACH * g->tensors.count;
 }
@@ -12596,7 +12480,6 @@ static MSI_NOINLINE uint32_t msi_emit_zeros(msi_lowering *w, uint32_t t, msi_rol
     return range;
 }
 
-/* Bytes of scratch memory of the next call of a layer. */
 static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, int which) {
     uint64_t rows = l->workspace[which].row_bytes > 0 ? msi_layer_rows(w->graph, l, false) : 0;
     rows = w->tiles.group ? msi_scale_rows(rows, w->tiles.rows.count, w->tiles.rows.of) : rows;
@@ -12816,7 +12699,6 @@ static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, doubl
            bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
 }
 
-/* How long a copy on an engine takes. */
 static MSI_NOINLINE double msi_copy_us(const msi_costs *c, ms_stream_kind engine, uint64_t bytes) {
     const uint8_t *hardware = (const uint8_t *)&c->hardware;
     const double gb_per_s =
@@ -13293,7 +13175,6 @@ static void msi_cast_gradients(msi_lowering *w, const msi_layer *l, uint32_t *gr
     }
 }
 
-/* Emits the call of a layer. */
 static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     msi_emit(w, op, layer);
     msi_last(w)->format = (uint8_t)w->next.format;
@@ -13302,7 +13183,6 @@ static void msi_emit_call(msi_lowering *w, msi_op op, uint32_t layer) {
     }
 }
 
-/* Appends the values of a group as operands. */
 static void msi_use_values(msi_lowering *w, msi_op op, const msi_layer *l, int group,
                            uint32_t reader) {
     const uint32_t *operands = msi_group(w->graph, l, group);
@@ -14801,9 +14681,7 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
      awaited once it is done, by the predicted times of what is computed and of the other copies;
    - memory: no instruction has more live bytes than the peak before scheduling plus the room that
      the plan gives to copies, so that the peak depends on the decisions alone.
-   A copy in whose value is still on the device, or can stay there within that peak, is left out.
-   Copies of one engine run in the order in which they are issued, so waiting for one of them is
-   waiting for all before it. */
+   A copy in whose value is still on the device, or can stay there within that peak, is left out. */
 
 /* How far apart two uses of a value may be, in slots, for the copy between them to be left out; and
    how many copies like a copy in that is issued may still be queued on its engine. */
@@ -15200,7 +15078,6 @@ static void msi_await_out(msi_placing *w, msi_queue *q) {
     msi_count_held(w, t, true);
 }
 
-/* Issues the next copy of an engine. */
 static void msi_begin_copy(msi_placing *w, msi_queue *q) {
     msi_transfer *t = &w->s->transfers[q->next];
     q->free_us = (w->us > q->free_us ? w->us : q->free_us) + t->us;
@@ -15422,7 +15299,6 @@ static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     }
 }
 
-/* Makes the new list. */
 static void msi_place_all(msi_scheduling *s) {
     msi_program *p = s->program;
     const uint32_t count = p->code.instructions.count;
@@ -15966,7 +15842,6 @@ static msi_pile *msi_column_pile(msi_stacks *s, msi_column *column, uint64_t low
     return above->list[0].low <= low ? above : pile;
 }
 
-/* Adds a placed block to a column. */
 static void msi_column_insert(msi_layout_work *w, uint32_t column, uint32_t block) {
     msi_column *c = &w->stacks.columns[column];
     const msi_spot spot = msi_layout_spot(w, block, w->offset[block]);
@@ -17132,7 +17007,6 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     return start_us;
 }
 
-/* The times of the program so far. */
 static msi_times msi_read_clock(const msi_clock *c) {
     msi_times times = c->program->predicted.last;
     for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
@@ -17164,7 +17038,6 @@ static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uin
     return step;
 }
 
-/* Simulates a step: fills in the times of the program. */
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
     msi_clock c;
@@ -17214,7 +17087,6 @@ static void msi_simulate(const msi_graph *g, const msi_costs *costs, const msi_s
     msi_time_program(g, costs, store, p);
 }
 
-/* Whether some param is updated inside backward. */
 static bool msi_updates_inside(const msi_program *p) {
     for (uint32_t i = p->code.forward_end; i < p->code.backward_end; i++) {
         if (p->code.instructions.items[i].op == MSI_OP_UPDATE) {
@@ -17505,7 +17377,6 @@ typedef struct msi_search {
 /* What plans round: optimizer state to codes of 8 bits; what layers make, and params, to 16. */
 enum { MSI_ROUNDS_STATE = 1, MSI_ROUNDS_VALUES = 2, MSI_ROUNDS_PARAMS = 4, MSI_ROUNDINGS = 8 };
 
-/* Estimates decisions for a search. */
 static MSI_NOINLINE msi_score msi_search_estimate(msi_search *s,
                                                   const msi_tensor_decision *decisions) {
     msi_score score = msi_estimate(s->scorer, decisions);
@@ -17687,7 +17558,6 @@ static MSI_NOINLINE bool msi_is_choice(const msi_graph *g, uint32_t t) {
            !msi_is_drop_forced(g, t);
 }
 
-/* What of a tensor a plan can move. */
 static uint8_t msi_movable(const msi_graph *g, uint32_t t) {
     const msi_tensor *tensor = &g->tensors.items[t];
     if (msi_may_stream(tensor)) {
@@ -19680,7 +19550,6 @@ static void msi_offer(msi_chain *c, const msi_way *from, uint64_t bytes, float u
     c->lowest = bytes == c->low && us < c->lowest.us ? point : c->lowest;
 }
 
-/* Adds a way to those of the subchain at hand. */
 static void msi_add_way(msi_chain *c, const msi_way *way) {
     const msi_pareto_point *a = way->a->points, *b = way->b->points;
     const msi_pareto_point *last_a = a + way->a->count - 1, *last_b = b + way->b->count - 1;
@@ -19746,7 +19615,6 @@ static uint64_t msi_held_bytes(const msi_chain *c, uint32_t t) {
     return stage->options[0].kept_bytes + (stage->reads_output ? stage[1].input_bytes : 0);
 }
 
-/* Adds the ways in which stage s is kept. */
 static void msi_list_keep(msi_chain *c, bool kept, uint32_t s, uint32_t t) {
     const msi_chain_stage *stage = &c->stages[s];
     const bool first = t + 1 == c->count, done = kept && s == t; // its backward is left
@@ -19931,7 +19799,6 @@ static const msi_subchain *msi_whole_chain(msi_chain *c) {
     return msi_subchain_of(c, false, 0, c->count - 1);
 }
 
-/* Estimates the plan of a point of the whole chain. */
 static msi_score msi_estimate_point(msi_chain *c, uint32_t number) {
     const uint64_t bytes = msi_whole_chain(c)->points[number].bytes;
     msi_decide_base(c->search, c->decisions);
@@ -21384,7 +21251,6 @@ static void msi_follow(msi_solver *s) {
     }
 }
 
-/* A hash of what decisions round. */
 static uint64_t msi_hash_rounding(const msi_graph *g, const msi_tensor_decision *decisions) {
     uint64_t hash = 0;
     for (uint32_t t = 0; t < g->tensors.count; t++) {
@@ -21453,7 +21319,6 @@ static bool msi_is_found(const msi_search *s) {
     return s->any && s->fits;
 }
 
-/* Whether a plan will be executed. */
 static bool msi_is_to_run(const msi_request *r, uint64_t arena_bytes) {
     return r->goal != MSI_GOAL_ANY && r->goal != MSI_GOAL_FOLD && r->goal != MSI_GOAL_SQUEEZED &&
            (r->goal != MSI_GOAL_TRY || arena_bytes <= r->budget);
@@ -21781,7 +21646,6 @@ static void msi_relax_updates(msi_solver *s) {
     msi_score_again(s, arena_bytes);
 }
 
-/* Searches all plans that the request allows. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
@@ -22015,9 +21879,9 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
    offsets, some of its waits turn out to order nothing: without them, all instructions that use the
    same bytes, at least one of them to write, still run in one order. Such a WAIT is removed, and the
    next WAIT for that engine awaits its copies too; and a copy that need not wait for computing no
-   longer follows it. Programs stay in order with anything that is enqueued between them. Removing a
-   wait hardly ever makes another needless, so there is one pass. Without this room 11 of 98 plans with
-   copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be slower, by up to 2.1 %. */
+   longer follows it. Removing a wait hardly ever makes another needless, so there is one pass. Without
+   this 11 of 98 plans with copies (GPT-2 and BERT, on an RTX 3090 and an H200) are predicted to be
+   slower, by up to 2.1 %. */
 
 /* The number of operands of a group that a layer's instruction has. */
 static MSI_NOINLINE uint32_t msi_operands_in(const msi_layer *l, const msi_instruction *i,
@@ -22739,9 +22603,8 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
    plans depend on; the times by which copies were scheduled, if there are any; the plans, that for the
    largest sizes first; and a checksum. A plan is its decisions, where they differ from those of the plain
    plan, and the offset of each block. All else follows from these, by >>lower and what comes after it: a
-   loaded plan is made as any other, except that nothing is searched. And nothing is trusted: its decisions
-   must be possible and allowed here, and no two blocks that live at one time may overlap. One function says
-   how each part is written and how it is read. */
+   loaded plan is made as any other, except that nothing is searched. One function says how each part is
+   written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
     MSI_PLAN_VERSION = 1,
@@ -23083,7 +22946,6 @@ static MSI_COLD void msi_restore_plan(msi_saved_plans *f, const msi_scorer *s,
     }
 }
 
-/* The sizes of the axes that a plan is for. */
 static MSI_COLD void msi_file_sizes(msi_saved_plans *f, int64_t *sizes) {
     const msi_graph *g = &f->model->graph;
     for (uint32_t a = 0; a < g->axis_count; a++) {
@@ -23191,7 +23053,6 @@ static MSI_COLD void msi_drop_file(msi_saved_plans *f) {
     }
 }
 
-/* The error of a file, if there is one. */
 static MSI_COLD ms_result msi_check_file(const msi_saved_plans *f, const char *function) {
     return f->is_short ? msi_fail_memory(f->model, "the file of a plan", f->bytes.count)
            : msi_is_sound_file(f)
@@ -24143,7 +24004,6 @@ static MSI_COLD bool msi_add_host(msi_text *to, uint64_t budget, uint64_t least)
     return true;
 }
 
-/* Adds a size that would fit the budget. */
 static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const msi_plan *smallest,
                                   bool host_is_short) {
     const msi_graph *g = &to->trials.model->graph;
@@ -24174,7 +24034,6 @@ static MSI_COLD void msi_add_size(msi_text *to, const msi_store *store, const ms
     }
 }
 
-/* Adds what else would help. */
 static MSI_COLD void msi_add_cures(msi_text *to, uint64_t least) {
     const ms_model *m = to->trials.model;
     const char *early = msi_early_fault(m);
@@ -24733,7 +24592,6 @@ static bool msi_is_in_tiles(const msi_review *r, uint32_t layer) {
     return msi_tiles_of(&r->model->graph, r->plan->decisions, layer) > 0;
 }
 
-/* Whether a technique is applied to a tensor, at this layer. */
 static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_technique technique,
                                     uint32_t tensor) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
@@ -24800,7 +24658,6 @@ static uint64_t msi_fact(uint64_t fact, bool holds) {
     return holds ? fact : 0;
 }
 
-/* The facts about a technique that hold for every layer. */
 static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique technique) {
     const ms_model *m = r->model;
     const ms_switch is = msi_switch_of(&m->config, technique);
@@ -24938,7 +24795,6 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
            msi_fact(MSI_FACT(SATURATED), busy_us > 0.9 * p->predicted.last.us);
 }
 
-/* The facts about the param of a layer whose state is not coded. */
 static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
 #define MSI_X(constant, fact, text) fact,
     static const uint64_t facts[] = {MSI_NOT_8BIT(MSI_X)};
@@ -24961,7 +24817,6 @@ static MSI_COLD uint64_t msi_bytes_of_codes(const msi_review *r, uint32_t tensor
     return may && wide > coded ? wide - coded : 0;
 }
 
-/* The facts about the value of a layer that is not in 16 bits. */
 static MSI_COLD uint64_t msi_narrow_facts(const msi_review *r, uint32_t tensor) {
     const msi_not_narrow why =
         tensor == MSI_NONE ? MSI_NARROW_MAY_BE
@@ -26253,11 +26108,8 @@ static ms_result msi_update_matrix(ms_model *m, const ms_update_args *args) {
    given as poison, not as NULL. Afterwards all that the layer may not write must be as before, and what
    it computes must not depend on the poison, on the half, or on which of the declared freedoms it was
    given. Then the model's memory is restored, with the results of the run in which the poison was NaN,
-   so that reads of unwritten bytes show up later on.
-
-   Red zones are checked after the call, and there are no guard pages: red zones work in every
-   memory, catch reads as well (the poison in them decides on the result), and leave a program that
-   can report what happened. */
+   so that reads of unwritten bytes show up later on. There are no guard pages: gaps work in every
+   memory, catch reads as well, and leave a program that can report what happened. */
 
 /* As floats: small numbers, and NaN. In a run over the first poison, outputs and words that nobody
    has written hold the one for outputs: an output that still holds it was not written. */
@@ -26423,7 +26275,6 @@ static bool msi_is_filled_with(const uint8_t *data, uint64_t bytes, uint8_t valu
     return bytes == 0 || (data[0] == value && memcmp(data, data + 1, (size_t)bytes - 1) == 0);
 }
 
-/* Element i as a number. */
 static double msi_number(const void *data, ms_dtype dtype, uint64_t i) {
     return dtype == MS_DTYPE_F64   ? ((const double *)data)[i]
            : dtype == MS_DTYPE_I64 ? (double)((const int64_t *)data)[i]
@@ -28440,7 +28291,6 @@ static MSI_COLD void msi_warn_of_state(msi_trial *t) {
     }
 }
 
-/* Without the saved tensors that are optional. */
 static MSI_COLD void msi_try_without_optional(msi_trial *t) {
     msi_variant how = msi_plain_variant(msi_region_count(t), MSI_IMAGE_NOW);
     uint32_t given = 0;
@@ -28826,13 +28676,11 @@ static uint8_t *msi_update_image(const msi_update_trial *t, msi_image image, int
     return d->images + (uint64_t)image * d->image_bytes + msi_update_array_at(t->most, k);
 }
 
-/* An array on the stage. */
 static float *msi_update_array(const msi_update_trial *t, int k) {
     uint8_t *stage = (uint8_t *)t->model->run.store->debug->stage[0];
     return (float *)(void *)(stage + msi_update_array_at(t->most, k));
 }
 
-/* Array k of the arguments, and its format. */
 static const void *msi_given_array(const ms_update_args *a, int k, msi_format *format) {
     const int state = k - MSI_UPDATE_STATE;
     const bool is_state = state >= 0 && state < MS_LIMIT_OPTIMIZER_STATE;
@@ -29175,7 +29023,6 @@ static MSI_COLD uint64_t msi_half_bytes_of(const msi_graph *g, const msi_layer *
     return msi_align(bytes + msi_align(workspace) + MSI_GAP_BYTES);
 }
 
-/* Sets the sizes of what debug mode needs beside a store. */
 static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, msi_debug *d) {
     const msi_graph *g = &m->graph;
     bool on_host = false;
@@ -29276,7 +29123,6 @@ static ms_result msi_make_timing(ms_model *m) {
     return MS_RESULT_OK;
 }
 
-/* Whether the instructions that run now are timed. */
 static MSI_NOINLINE bool msi_is_timed(const msi_run *r) {
     const msi_timing *t = r->timing;
     return MSI_HAS_PLANNER && t &&
@@ -31050,7 +30896,6 @@ static ms_result msi_grow_arena(ms_model *m, uint64_t bytes) {
     return MS_RESULT_OK;
 }
 
-/* Gives the residents of a store their addresses in its memory. */
 static void msi_place_store(ms_model *m, msi_store *store) {
     store->transient = m->run.arena ? NULL : (uint8_t *)store->memory + store->resident_bytes;
     for (MSI_ITEMS(msi_resident, resident, store->residents)) {
@@ -31083,7 +30928,6 @@ static ms_result msi_resize_device(ms_model *m, msi_store *store, uint64_t bytes
     return MS_RESULT_OK;
 }
 
-/* Whether the device memory of a store can have another size. */
 static bool msi_can_resize(const ms_model *m, const msi_store *store) {
     const ms_backend *b = &m->config.backend;
     void *memory = store->memory;
@@ -31158,7 +31002,6 @@ static uint64_t msi_room_beside(const msi_taking *k) {
     return k->room - msi_smaller(k->room, more);
 }
 
-/* Gives all residents their first values, and the arena its size. */
 static ms_result msi_take_all(msi_taking *k) {
     ms_model *m = k->model;
     msi_store *store = k->store;
@@ -31218,7 +31061,6 @@ static void msi_keep_taken(const msi_taking *k) {
     store->host = NULL;
 }
 
-/* Gives the first store of a model its memory and values. */
 static ms_result msi_settle_first(ms_model *m, msi_store *store) {
     if (!msi_is_direct(m) || m->config.memory || m->refuge.memory || m->refuge.host) {
         return msi_settle_failure(m, msi_settle(m, store));
@@ -31281,7 +31123,6 @@ static uint64_t msi_image_bytes(const ms_model *m) {
     return store->memory ? bytes : 0;
 }
 
-/* Copies between device memory and an image. */
 static MSI_COLD ms_result msi_copy_image(ms_model *m, bool to_device) {
     msi_store *store = m->run.store;
     const uint64_t begin = msi_image_begin(m, store), residents = store->resident_bytes - begin;
@@ -31330,13 +31171,13 @@ static MSI_COLD ms_result msi_save_store(ms_model *m, void *memory) {
     MSI_THEN(result, memory ? MS_RESULT_OK : msi_host_alloc(m, store->image_bytes, &store->image));
     msi_asan_unpoison(&m->config.backend, store->memory, store->memory_bytes);
     MSI_THEN(result, msi_copy_image(m, false));
-    if (result != MS_RESULT_OK) {
+    if (result == MS_RESULT_OK) {
+        msi_give_up_device(m, store);
+        m->run.epoch++;
+    } else {
         msi_release_image(m, store);
-        return result;
     }
-    msi_give_up_device(m, store);
-    m->run.epoch++;
-    return MS_RESULT_OK;
+    return result;
 }
 
 /* Gives the model's store device memory again, with what its image holds. */
@@ -31346,15 +31187,13 @@ static MSI_COLD ms_result msi_load_store(ms_model *m) {
     ms_result result = msi_take_device(m, store, msi_own_room(m, store));
     MSI_THEN(result, d ? msi_device_alloc(m, d->stage_bytes[0], &d->stage[0]) : MS_RESULT_OK);
     MSI_THEN(result, msi_prepare(m, store, store->memory));
-    if (result == MS_RESULT_OK) {
-        msi_place_store(m, store);
-        result = msi_copy_image(m, true);
-    }
+    MSI_DO(result, msi_place_store(m, store));
+    MSI_THEN(result, msi_copy_image(m, true));
     if (result == MS_RESULT_OK) {
         msi_release_image(m, store);
-        return result;
+    } else {
+        msi_give_up_device(m, store);
     }
-    msi_give_up_device(m, store);
     return result;
 }
 
@@ -31687,7 +31526,6 @@ static ms_result msi_check_sums(ms_model *m, const msi_store *store, const msi_p
                             (unsigned)m->run.micro, (unsigned)old->micro_count);
 }
 
-/* Makes these the plans of the model, for the store that it has now. */
 static MSI_COLD void msi_put_plans(ms_model *m, msi_plan *plans, msi_plan *largest, msi_goal goal) {
     msi_drop_step(&m->run);
     m->run.verdict = MSI_VERDICT_NONE;
@@ -33069,9 +32907,7 @@ static MSI_COLD void msi_add_characters(msi_checkpoint *c, const char *text) {
     }
 }
 
-/* Gives an item its name: a prefix, and the name of its tensor. Values have none. Where a value's name
-   was given to one before, "#2" follows, or the first number that makes it unique; an empty name, and
-   one that begins with "memscale." or is "__metadata__", follows "tensor.". */
+/* Gives an item its name, as docs/api.md has it: a prefix, which values have not, and that of its tensor. */
 static MSI_COLD void msi_name_item(msi_checkpoint *c, msi_item *i, const char *prefix,
                                    const char *name) {
     const bool is_reserved = prefix[0] == 0 && (name[0] == 0 || strcmp(name, "__metadata__") == 0 ||
@@ -33199,16 +33035,11 @@ static MSI_COLD uint64_t msi_hash_structure(const msi_graph *g) {
     return msi_mix_in(hash, g->loss);
 }
 
-MEMSCALE_PRINTF(2, 3)
-static MSI_COLD void msi_add_header(msi_checkpoint *c, const char *format, ...) {
-    char text[256];
-    va_list args;
-    va_start(args, format);
-    const int length = msi_vformat(text, sizeof text, format, args);
-    va_end(args);
+static MSI_COLD void msi_add_header(const char *text, size_t length, void *user) {
+    msi_checkpoint *c = (msi_checkpoint *)user;
     MSI_ROOM(char, c, c->header, c->header.count + (uint32_t)length);
     if (c->result == MS_RESULT_OK) {
-        memcpy(c->header.items + c->header.count, text, (size_t)length);
+        memcpy(c->header.items + c->header.count, text, length);
         c->header.count += (uint32_t)length;
     }
 }
@@ -33234,42 +33065,41 @@ static MSI_COLD ms_shape msi_item_shape(const msi_checkpoint *c, const msi_item 
                : ms_shape1((int64_t)(is_coded ? i->bytes : i->count));
 }
 
-static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_item *i) {
+static MSI_COLD void msi_put_item(msi_checkpoint *c, const msi_printer *out, const msi_item *i) {
     const ms_shape shape = msi_item_shape(c, i);
-    msi_add_header(c, ",\"");
-    for (const char *name = c->names.items + i->name; *name; name++) {
-        msi_add_header(c, "%s%.1s", *name == '"' || *name == '\\' ? "\\" : "", name);
-    }
-    msi_add_header(c, "\":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
+    msi_print(out, ",");
+    msi_print_quoted(out, c->names.items + i->name, true);
+    msi_print(out, ":{\"dtype\":\"%s\",\"shape\":[", msi_dtype_in_file(i->format));
     for (int k = 0; k < shape.rank; k++) {
-        msi_add_header(c, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
+        msi_print(out, "%s%llu", k ? "," : "", (unsigned long long)shape.dim[k]);
     }
-    msi_add_header(c, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
-                   (unsigned long long)(i->begin + i->bytes));
+    msi_print(out, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)i->begin,
+              (unsigned long long)(i->begin + i->bytes));
 }
 
 /* Places the items, those with the largest elements first, so that all are aligned; and writes the
    header, which ends at a multiple of 64 bytes of the file. */
 static MSI_COLD void msi_write_header(msi_checkpoint *c) {
+    const msi_printer out = {msi_add_header, c};
     uint64_t begin = 0;
-    msi_add_header(c, "{\"__metadata__\":{\"format\":\"pt\"");
+    msi_print(&out, "{\"__metadata__\":{\"format\":\"pt\"");
 #define MSI_X(name)                                                                                \
-    msi_add_header(c, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
+    msi_print(&out, ",\"memscale." #name "\":\"%llu\"", (unsigned long long)c->numbers.name);
     MSI_NUMBERS(MSI_X)
 #undef MSI_X
-    msi_add_header(c, "}");
+    msi_print(&out, "}");
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
         for (MSI_ITEMS(msi_item, i, c->items)) {
             if (msi_formats[i->format].bytes == bytes) {
                 i->begin = begin;
                 begin += i->bytes;
-                msi_put_item(c, i);
+                msi_put_item(c, &out, i);
             }
         }
     }
-    msi_add_header(c, "}");
+    msi_print(&out, "}");
     while (c->result == MS_RESULT_OK && (c->header.count + 8) % 64 != 0) {
-        msi_add_header(c, " ");
+        msi_print(&out, " ");
     }
 }
 
@@ -33298,7 +33128,6 @@ static MSI_COLD void msi_json_take(msi_json *j, char what) {
     j->is_wrong |= !msi_json_has(j, what);
 }
 
-/* The number of four hexadecimal digits. */
 static MSI_COLD uint32_t msi_json_hex(msi_json *j) {
     uint32_t number = 0;
     for (int k = 0; k < 4 && !j->is_wrong; k++) {
@@ -33577,7 +33406,6 @@ static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t
     }
 }
 
-/* Writes one item, and notes its sum. */
 static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     const msi_memory from = msi_item_memory(c, i);
     msi_sum sum = msi_begin_sum();
@@ -33616,7 +33444,6 @@ static MSI_COLD uint64_t msi_number_of_kinds(const ms_model *m) {
     return same ? number : hash | (uint64_t)1 << 63;
 }
 
-/* The state of a run as numbers. */
 static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     const ms_model *m = c->m;
     msi_numbers *n = &c->numbers;
@@ -33640,14 +33467,13 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
 
 /* What save and load need: a model that is between two calls, and knows its loss scale. */
 static MSI_COLD ms_result msi_check_settled(ms_model *m, const char *function) {
-    ms_result result = msi_check_between_steps(m, function);
-    if (result == MS_RESULT_OK && (!m->run.plan || m->config.dry_run || msi_is_suspended(m))) {
-        result = !m->run.plan ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
-                 : m->config.dry_run
-                     ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
-                     : msi_fail_suspended(m, function);
-    }
-    return result;
+    const ms_result result = msi_check_between_steps(m, function);
+    return result != MS_RESULT_OK ? result
+           : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+           : m->config.dry_run
+               ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
+           : msi_is_suspended(m) ? msi_fail_suspended(m, function)
+                                 : MS_RESULT_OK;
 }
 
 static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
@@ -33674,7 +33500,6 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
     return result;
 }
 
-/* Everything that is to be written, with its place. */
 static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     msi_item sums = MSI_ZERO_INIT;
     msi_take_numbers(c);
@@ -33797,7 +33622,6 @@ static MSI_COLD uint32_t msi_find_entry(msi_checkpoint *c, const char *name) {
     return found;
 }
 
-/* Reads the header of a file, and the sums. */
 static MSI_COLD void msi_read_header(msi_checkpoint *c) {
     uint64_t length = 0, size = c->source->size;
     if (size < 8) {
@@ -33897,7 +33721,6 @@ static MSI_COLD void msi_miss_item(msi_checkpoint *c, msi_item *i, const char *n
     }
 }
 
-/* Finds what of a file an item is read from. */
 static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     const bool is_value = i->kind == MSI_ITEM_TENSOR && i->role == MSI_ROLE_VALUE;
     const bool is_of_graph = i->kind != MSI_ITEM_EXTRA;
@@ -33937,7 +33760,6 @@ static MSI_COLD void msi_match_item(msi_checkpoint *c, msi_item *i) {
     i->bytes = e->end - e->begin;
 }
 
-/* An error if the numbers of a file are not those of a run of this model. */
 static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     const ms_model *m = c->m;
@@ -34080,7 +33902,6 @@ static MSI_COLD uint32_t msi_targets_of(const msi_checkpoint *c, const msi_item 
     return count;
 }
 
-/* Puts a piece of an item where it belongs. */
 static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_part part,
                                    const uint8_t *data) {
     const msi_resident *targets[2];
@@ -34223,7 +34044,6 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     c->m->errors = errors;
 }
 
-/* The run goes on from the numbers of a file. */
 static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     const msi_numbers *n = &c->numbers;
     ms_model *m = c->m;
@@ -34253,7 +34073,6 @@ static MSI_COLD void msi_set_numbers(msi_checkpoint *c) {
     m->run.failed = m->run.failed && (c->options.locate || c->options.partial);
 }
 
-/* Notes that values are there, and tells what became of each. */
 static MSI_COLD void msi_report_load(msi_checkpoint *c) {
 #define MSI_X(name, small, ...) #small,
     static const char *const names[] = {MSI_FORMATS(MSI_X)};
@@ -34507,33 +34326,12 @@ static MSI_COLD void msi_remove(const char *path) {
 }
 
 #else // there are no files
-static MSI_COLD bool msi_is_missing(void) {
-    return false;
-}
-
-static MSI_COLD void *msi_open_source(const char *path, ms_source *source) {
-    (void)path, (void)source;
-    return NULL;
-}
-
-static MSI_COLD void *msi_open_sink(const char *path, ms_sink *sink) {
-    (void)path, (void)sink;
-    return NULL;
-}
-
-static MSI_COLD bool msi_close_file(void *user, bool was_written) {
-    (void)user;
-    return was_written;
-}
-
-static MSI_COLD bool msi_replace(const char *from, const char *to) {
-    (void)from, (void)to;
-    return false;
-}
-
-static MSI_COLD void msi_remove(const char *path) {
-    (void)path;
-}
+#define msi_is_missing()              false
+#define msi_open_source(path, source) ((void)(path), (void)(source), (void *)NULL)
+#define msi_open_sink(path, sink)     ((void)(path), (void)(sink), (void *)NULL)
+#define msi_close_file(user, written) ((void)(user), written)
+#define msi_replace(from, to)         ((void)(from), (void)(to), false)
+#define msi_remove(path)              ((void)(path))
 #endif
 
 /* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
@@ -34655,7 +34453,6 @@ static MSI_COLD uint32_t msi_choose_place(const msi_places *p, uint32_t count, b
     return place;
 }
 
-/* Chooses the path of the next checkpoint, and the number of its save. */
 static MSI_COLD ms_result msi_next_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, msi_places *p, uint64_t *saves) {
     const ms_result result = msi_find_places(m, function, in, p);
@@ -34886,7 +34683,6 @@ static MSI_COLD uint64_t msi_link_bytes(const msi_graph *g, const msi_program *p
     return bytes;
 }
 
-/* What is copied, and how much of that is hidden. */
 static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     const msi_program *p = &m->run.plan->train;
     msi_clock start; // of a step: computing waits for the inputs
@@ -34991,7 +34787,6 @@ static msi_role msi_public_role(const msi_range *range) {
                                                 : (msi_role)range->role;
 }
 
-/* Operand k of the present instruction, as an event has it. */
 static MSI_COLD ms_event_operand msi_event_operand(const msi_walk *w, uint32_t k, bool whole) {
     const msi_program *p = w->program;
     const msi_store *store = w->model->run.store;
@@ -35120,7 +34915,6 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
     w->visit(&event, w->user);
 }
 
-/* What a step does besides its instructions. */
 static MSI_COLD void msi_emit_besides(const msi_walk *w, ms_event_kind kind, ms_stream_kind stream,
                                       double start_us, double us, const ms_event_operand *operand) {
     const ms_tensor t = operand->tensor;
@@ -35304,7 +35098,7 @@ MEMSCALE_API ms_result ms_create(const ms_config *config, ms_model **model) {
 }
 
 MEMSCALE_API void ms_destroy(ms_model *model) {
-    if (model && msi_check_called(model, "ms_destroy") == MS_RESULT_OK) {
+    if (model && msi_check_called(model, __func__) == MS_RESULT_OK) {
         msi_free_model(model);
     }
 }
@@ -35315,11 +35109,11 @@ MEMSCALE_API const char *ms_last_error(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_hardware_report(ms_model *model, ms_hardware *report) {
     if (!model || !report) {
-        return msi_fail_argument(model, "ms_hardware_report", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
     return msi_made(model) != MS_RESULT_OK           ? msi_made(model)
-           : model->run.busy || model->run.recording ? msi_fail_busy(model, "ms_hardware_report")
+           : model->run.busy || model->run.recording ? msi_fail_busy(model, __func__)
                                                      : msi_report_hardware(model, report);
 }
 
@@ -35345,7 +35139,7 @@ MEMSCALE_API void *ms_stream(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_synchronize(ms_model *model) {
     return msi_made(model) != MS_RESULT_OK ? msi_made(model)
-           : model->run.busy               ? msi_fail_busy(model, "ms_synchronize")
+           : model->run.busy               ? msi_fail_busy(model, __func__)
                                            : msi_await_steps(model);
 }
 
@@ -35386,8 +35180,7 @@ MEMSCALE_API ms_axis ms_add_axis(ms_model *model, const char *name, int64_t size
 }
 
 MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t largest) {
-    static const char *const function = "ms_set_eval_largest";
-    if (!msi_registering(model, function, NULL, "")) {
+    if (!msi_registering(model, __func__, NULL, "")) {
         return;
     }
     msi_graph *g = &model->graph;
@@ -35402,11 +35195,11 @@ MEMSCALE_API void ms_set_eval_largest(ms_model *model, ms_axis axis, int64_t lar
         largest < g->axes[index].largest) {
         MSI_STICK(model, MS_RESULT_INVALID,
                   "%s: %lld, of an axis that is not of this model or whose largest size is larger",
-                  function, (long long)largest);
+                  __func__, (long long)largest);
     } else if (is_used) {
         MSI_STICK(model, MS_RESULT_ORDER,
                   "%s: a tensor lies along axis \"%s\" already: call it right after ms_add_axis",
-                  function, msi_name(g, g->axes[index].name));
+                  __func__, msi_name(g, g->axes[index].name));
     } else {
         g->axes[index].eval_largest = largest;
     }
@@ -35432,7 +35225,7 @@ MEMSCALE_API void ms_refuse(ms_model *model, const char *reason) {
 }
 
 MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
-    msi_tensor *t = msi_tensor_of(model, "ms_set_on_host", tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
+    msi_tensor *t = msi_tensor_of(model, __func__, tensor, MSI_KIND_INPUT, MSI_KIND_BUFFER);
     if (t) {
         t->on_host = true;
     }
@@ -35440,7 +35233,7 @@ MEMSCALE_API void ms_set_on_host(ms_model *model, ms_tensor tensor) {
 
 MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
     msi_tensor *t =
-        msi_tensor_of(model, "ms_stop_gradient", tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+        msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
     if (t && (!t->wanted || MSI_REFUSE(model,
                                        "ms_stop_gradient of \"%s\": its gradient is wanted "
                                        "(ms_want_gradient): leave one of the two out",
@@ -35450,18 +35243,17 @@ MEMSCALE_API void ms_stop_gradient(ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dtype dtype) {
-    static const char *const function = "ms_set_gradient_dtype";
     msi_tensor *t =
-        msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
+        msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION, MSI_KIND_ACTIVATION);
     const bool can_be = (MSI_NARROW_DTYPES | 1u << MS_DTYPE_F32) >> ((unsigned)dtype & 31u) & 1u;
     if (t && (!can_be || (unsigned)dtype > 31u || !msi_is_float(t->view.dtype))) {
         MSI_STICK(model, MS_RESULT_INVALID,
                   "%s of \"%s\", which is %s: %s; a gradient of a float tensor can be f32, bf16 or "
                   "f16",
-                  function, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
+                  __func__, msi_name(&model->graph, t->name), ms_dtype_name(t->view.dtype),
                   ms_dtype_name(dtype));
     } else if (t && t->producer != MSI_NONE) {
-        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", function,
+        MSI_STICK(model, MS_RESULT_ORDER, "%s of \"%s\": call it before %s is registered", __func__,
                   msi_name(&model->graph, t->name),
                   msi_layer_label(&model->graph, t->producer).text);
     } else if (t) {
@@ -35470,14 +35262,13 @@ MEMSCALE_API void ms_set_gradient_dtype(ms_model *model, ms_tensor tensor, ms_dt
 }
 
 MEMSCALE_API void ms_want_gradient(ms_model *model, ms_tensor tensor) {
-    static const char *const function = "ms_want_gradient";
     const uint32_t index = model ? msi_value_index(&model->graph, tensor) : MSI_NONE;
     const bool is_buffer =
         index != MSI_NONE && model->graph.tensors.items[index].kind == MSI_KIND_BUFFER;
-    msi_tensor *t = msi_tensor_of(model, function, tensor, MSI_KIND_ACTIVATION,
+    msi_tensor *t = msi_tensor_of(model, __func__, tensor, MSI_KIND_ACTIVATION,
                                   is_buffer ? MSI_KIND_BUFFER : MSI_KIND_INPUT);
     if (t && (t->no_gradient || !msi_is_float(t->view.dtype))) {
-        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", function,
+        MSI_STICK(model, MS_RESULT_INVALID, "%s of \"%s\": %s", __func__,
                   msi_name(&model->graph, t->name),
                   t->no_gradient ? "ms_stop_gradient is called of it too: leave one of the two out"
                                  : "an integer tensor has no gradient");
@@ -35505,7 +35296,7 @@ MEMSCALE_API ms_result ms_borrow(ms_model *model, ms_tensor tensor, void *memory
 }
 
 MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
-    const uint32_t t = msi_activation_index(model, "ms_set_loss", loss);
+    const uint32_t t = msi_activation_index(model, __func__, loss);
     const ms_view *view = t == MSI_NONE ? NULL : &model->graph.tensors.items[t].view;
     const msi_format of_gradient =
         view ? msi_known_format(&model->graph.tensors.items[t], MSI_ROLE_GRADIENT) : MSI_FORMAT_F32;
@@ -35518,7 +35309,7 @@ MEMSCALE_API void ms_set_loss(ms_model *model, ms_tensor loss) {
 }
 
 MEMSCALE_API void ms_set_loss_factor(ms_model *model, float factor) {
-    if (msi_check_finite(model, "ms_set_loss_factor", NULL, factor)) {
+    if (msi_check_finite(model, __func__, NULL, factor)) {
         model->run.epoch += !model->loss.has_factor || model->loss.factor != factor;
         model->loss.has_factor = true;
         model->loss.factor = factor;
@@ -35533,14 +35324,14 @@ MEMSCALE_API void ms_set_loss_mean(ms_model *model) {
 }
 
 MEMSCALE_API void ms_add_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_add_output", tensor);
+    const uint32_t t = msi_activation_index(model, __func__, tensor);
     if (t != MSI_NONE) {
         model->graph.tensors.items[t].is_output = true;
     }
 }
 
 MEMSCALE_API void ms_add_eval_output(ms_model *model, ms_tensor tensor) {
-    const uint32_t t = msi_activation_index(model, "ms_add_eval_output", tensor);
+    const uint32_t t = msi_activation_index(model, __func__, tensor);
     if (t != MSI_NONE) {
         model->graph.tensors.items[t].is_eval_output = true;
     }
@@ -35553,28 +35344,25 @@ MEMSCALE_API ms_optimizer_desc ms_optimizer_defaults(ms_optimizer_kind kind) {
 }
 
 MEMSCALE_API void ms_set_optimizer(ms_model *model, const ms_optimizer_desc *desc) {
-    static const char *const function = "ms_set_optimizer";
-    if (msi_registering(model, function, NULL, "") &&
-        msi_check_optimizer(model, function, desc, false)) {
+    if (msi_registering(model, __func__, NULL, "") &&
+        msi_check_optimizer(model, __func__, desc, false)) {
         msi_doubt_zeros(model, desc);
         model->optimizers.groups.items[0].desc = msi_fill_optimizer(*desc);
     }
 }
 
 MEMSCALE_API ms_param_group ms_optimizer_group(ms_model *model, const ms_optimizer_desc *desc) {
-    static const char *const function = "ms_optimizer_group";
     const ms_param_group none = {0};
-    return msi_registering(model, function, NULL, "") &&
-                   msi_check_optimizer(model, function, desc, true)
+    return msi_registering(model, __func__, NULL, "") &&
+                   msi_check_optimizer(model, __func__, desc, true)
                ? msi_add_group(model, desc)
                : none;
 }
 
 MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_group group) {
-    static const char *const function = "ms_set_param_group";
     msi_tensor *t =
-        msi_registering(model, function, NULL, "") ? msi_param_of(model, function, param) : NULL;
-    const uint32_t index = t ? msi_group_index(model, function, group) : MSI_NONE;
+        msi_registering(model, __func__, NULL, "") ? msi_param_of(model, __func__, param) : NULL;
+    const uint32_t index = t ? msi_group_index(model, __func__, group) : MSI_NONE;
     if (index != MSI_NONE) {
         t->group = index;
     }
@@ -35582,7 +35370,7 @@ MEMSCALE_API void ms_set_param_group(ms_model *model, ms_tensor param, ms_param_
 
 MEMSCALE_API void ms_set_group_learning_rate(ms_model *model, ms_param_group group,
                                              float learning_rate) {
-    const char *function = group.id ? "ms_set_group_learning_rate" : "ms_set_learning_rate";
+    const char *function = group.id ? __func__ : "ms_set_learning_rate";
     const uint32_t index = msi_check_finite(model, function, NULL, learning_rate)
                                ? msi_group_index(model, function, group)
                                : MSI_NONE;
@@ -35597,27 +35385,25 @@ MEMSCALE_API void ms_set_learning_rate(ms_model *model, float learning_rate) {
 }
 
 MEMSCALE_API void ms_set_weight_decay(ms_model *model, ms_tensor param, float weight_decay) {
-    static const char *const function = "ms_set_weight_decay";
-    msi_tensor *t = msi_param_of(model, function, param);
-    if (t && msi_check_finite(model, function, msi_name(&model->graph, t->name), weight_decay)) {
+    msi_tensor *t = msi_param_of(model, __func__, param);
+    if (t && msi_check_finite(model, __func__, msi_name(&model->graph, t->name), weight_decay)) {
         t->weight_decay = weight_decay;
         t->has_weight_decay = true;
     }
 }
 
 MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paused) {
-    static const char *const function = "ms_set_paused";
-    msi_tensor *t = msi_param_of(model, function, param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (!t) {
-        return model && msi_made(model) != MS_RESULT_OK ? msi_made(model) : MS_RESULT_INVALID;
+        return msi_invalid(model);
     }
     const bool runs = model->run.store && !model->config.dry_run;
-    ms_result result = msi_check_between_steps(model, function);
+    ms_result result = msi_check_between_steps(model, __func__);
     if (result == MS_RESULT_OK && msi_has_norm(&model->run)) {
         result = msi_fail(model, MS_RESULT_ORDER,
                           "%s: ms_gradient_norm has taken the norm of this update: pause params "
                           "before it, or after ms_update",
-                          function);
+                          __func__);
     }
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
@@ -35632,16 +35418,15 @@ MEMSCALE_API ms_result ms_set_paused(ms_model *model, ms_tensor param, bool paus
 }
 
 MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uint64_t count) {
-    static const char *const function = "ms_set_update_count";
-    msi_tensor *t = msi_param_of(model, function, param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (!t || count > INT32_MAX) {
         return t ? msi_fail(model, MS_RESULT_INVALID,
-                            "%s: param \"%s\": the count is %llu; it must be below 2^31", function,
+                            "%s: param \"%s\": the count is %llu; it must be below 2^31", __func__,
                             msi_name(&model->graph, t->name), (unsigned long long)count)
                  : MS_RESULT_INVALID;
     }
     const bool runs = model->run.store && !model->config.dry_run;
-    ms_result result = msi_check_between_steps(model, function);
+    ms_result result = msi_check_between_steps(model, __func__);
     MSI_THEN(result, runs ? msi_settle_verdict(model) : MS_RESULT_OK);
     MSI_THEN(result, runs ? msi_keep_scale(model, model->run.store) : MS_RESULT_OK);
     if (result == MS_RESULT_OK) {
@@ -35662,7 +35447,7 @@ MEMSCALE_API uint64_t ms_update_count(const ms_model *model, ms_tensor param) {
 }
 
 MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
-    msi_tensor *t = msi_param_of(model, "ms_set_frozen", param);
+    msi_tensor *t = msi_param_of(model, __func__, param);
     if (t && !frozen && t->view.dtype != MS_DTYPE_F32) {
         MSI_STICK(model, MS_RESULT_UNSUPPORTED,
                   "ms_set_frozen: param \"%s\" has dtype %s, and only f32 can be trained: it stays "
@@ -35671,7 +35456,7 @@ MEMSCALE_API void ms_set_frozen(ms_model *model, ms_tensor param, bool frozen) {
     } else if (t) {
         t->frozen = frozen;
         model->wrapped.changed = true;
-        model->wrapped.waiting = "ms_set_frozen";
+        model->wrapped.waiting = __func__;
     }
 }
 
@@ -35685,15 +35470,14 @@ MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count) {
     if (model) {
         model->config.accumulation_steps = micro_count;
         model->wrapped.changed = true;
-        model->wrapped.waiting = "ms_set_accumulation";
+        model->wrapped.waiting = __func__;
     }
 }
 
 MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_technique technique,
                                          ms_switch force) {
-    static const char *const function = "ms_set_layer_technique";
-    const msi_layer *l = msi_check_technique(model, function, technique, force)
-                             ? msi_layer_of(model, function, layer)
+    const msi_layer *l = msi_check_technique(model, __func__, technique, force)
+                             ? msi_layer_of(model, __func__, layer)
                              : NULL;
     if (l) {
         msi_set_on_layer(model, l, technique, force);
@@ -35702,7 +35486,7 @@ MEMSCALE_API void ms_set_layer_technique(ms_model *model, ms_layer layer, ms_tec
 
 MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_technique technique,
                                           ms_switch force) {
-    const uint32_t t = msi_check_technique(model, "ms_set_tensor_technique", technique, force)
+    const uint32_t t = msi_check_technique(model, __func__, technique, force)
                            ? msi_technique_index(model, tensor, technique)
                            : MSI_NONE;
     const msi_role role = t == MSI_NONE ? MSI_ROLE_VALUE : msi_role_of(&model->graph, tensor);
@@ -35717,7 +35501,7 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
 }
 
 MEMSCALE_API void ms_set_layer_time(ms_model *model, ms_layer layer, const ms_layer_time *time) {
-    msi_layer *l = msi_layer_of(model, "ms_set_layer_time", layer);
+    msi_layer *l = msi_layer_of(model, __func__, layer);
     if (l && msi_check_layer_time(model, l, time)) {
         const ms_layer_time unknown = {0.0, 0.0, 0.0};
         l->known = time ? *time : unknown;
@@ -35738,7 +35522,7 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
     const msi_printer out = {write, user};
     const ms_result result = msi_check_planned(model, write != NULL);
     if (result == MS_RESULT_OK) {
-        const char *outer = msi_enter(model, "ms_profile_save");
+        const char *outer = msi_enter(model, __func__);
         msi_print_profile(model, &out);
         msi_leave(model, outer);
     }
@@ -35747,7 +35531,7 @@ MEMSCALE_API ms_result ms_profile_save(const ms_model *model, ms_text_fn write, 
 
 MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t length) {
     if (!text && length > 0) {
-        return msi_fail_argument(model, "ms_profile_load", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     const char *from = text ? text : ""; // read once to find faults, and once more to take all
     ms_result result = MSI_MADE(model, msi_read_profile(model, from, length, false));
@@ -35758,40 +35542,39 @@ MEMSCALE_API ms_result ms_profile_load(ms_model *model, const char *text, size_t
 
 MEMSCALE_API ms_result ms_smallest_budget(ms_model *model, uint64_t *bytes) {
     if (!model || !bytes) {
-        return msi_fail_argument(model, "ms_smallest_budget", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     uint64_t least = 0;
-    ms_result result = msi_check_between_steps(model, "ms_smallest_budget");
+    ms_result result = msi_check_between_steps(model, __func__);
     MSI_THEN(result, MSI_HAS_PLANNER ? msi_smallest_of_modes(model, &least)
-                                     : msi_fail_unplanned(model, "ms_smallest_budget"));
+                                     : msi_fail_unplanned(model, __func__));
     *bytes = result == MS_RESULT_OK ? least : *bytes;
     return result;
 }
 
 MEMSCALE_API ms_result ms_plan_save(ms_model *model, const ms_sink *sink) {
-    return sink && sink->write
-               ? MSI_MADE(model, msi_save_plans(model, sink))
-               : msi_fail_argument(model, "ms_plan_save", "sink or its function is NULL");
+    return sink && sink->write ? MSI_MADE(model, msi_save_plans(model, sink))
+                               : msi_fail_argument(model, __func__, "sink or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_plan_load(ms_model *model, const ms_source *source) {
     return source && source->read
                ? MSI_MADE(model, msi_load_plans(model, source))
-               : msi_fail_argument(model, "ms_plan_load", "source or its function is NULL");
+               : msi_fail_argument(model, __func__, "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_wrap(ms_model *model) {
-    return model ? msi_replan(model, "ms_wrap",
+    return model ? msi_replan(model, __func__,
                               model->config.force_optimize ? MSI_GOAL_SMALLEST : MSI_GOAL_BUDGET)
                  : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_detach(ms_model *model) {
-    return model ? msi_replan(model, "ms_detach", MSI_GOAL_PLAIN) : MS_RESULT_INVALID;
+    return model ? msi_replan(model, __func__, MSI_GOAL_PLAIN) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
-    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_suspend", false));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, __func__, false));
     if (result == MS_RESULT_OK && !model->run.slices.is_open &&
         model->run.progress == MSI_PROGRESS_NONE) {
         result = msi_settle_steps(model);
@@ -35801,7 +35584,7 @@ MEMSCALE_API ms_result ms_suspend(ms_model *model, void *memory) {
 }
 
 MEMSCALE_API ms_result ms_resume(ms_model *model) {
-    ms_result result = MSI_MADE(model, msi_check_suspendable(model, "ms_resume", true));
+    ms_result result = MSI_MADE(model, msi_check_suspendable(model, __func__, true));
     MSI_THEN(result, msi_load_store(model));
     return result;
 }
@@ -35812,10 +35595,10 @@ MEMSCALE_API uint64_t ms_suspended_bytes(const ms_model *model) {
 
 MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
     if (!model || !sizes) {
-        return msi_fail_argument(model, "ms_reshape", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     ms_result result = msi_check_sizes(model, sizes);
-    MSI_THEN(result, msi_check_between_steps(model, "ms_reshape"));
+    MSI_THEN(result, msi_check_between_steps(model, __func__));
     MSI_THEN(result, msi_reshape(model, sizes));
     return result;
 }
@@ -35823,44 +35606,42 @@ MEMSCALE_API ms_result ms_reshape(ms_model *model, const int64_t *sizes) {
 MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *data,
                                      uint64_t bytes) {
     if (!model || !name || !name[0] || strlen(name) >= MSI_EXTRA_NAME || (!data) != (bytes == 0)) {
-        return msi_fail_argument(model, "ms_save_extra",
+        return msi_fail_argument(model, __func__,
                                  "the name is empty or has 64 characters or more, or data is NULL");
     }
     return MSI_MADE(model, msi_keep_extra(model, name, data, bytes));
 }
 
 MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
-    return sink && sink->write
-               ? MSI_MADE(model, msi_save(model, "ms_save", sink, 0, NULL))
-               : msi_fail_argument(model, "ms_save", "sink or its function is NULL");
+    return sink && sink->write ? MSI_MADE(model, msi_save(model, __func__, sink, 0, NULL))
+                               : msi_fail_argument(model, __func__, "sink or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
                                const ms_load_options *options) {
     return source && source->read
-               ? MSI_MADE(model, msi_load_file(model, "ms_load", source, options))
-               : msi_fail_argument(model, "ms_load", "source or its function is NULL");
+               ? MSI_MADE(model, msi_load_file(model, __func__, source, options))
+               : msi_fail_argument(model, __func__, "source or its function is NULL");
 }
 
 MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
-    return MSI_MADE(model, msi_write_path(model, "ms_save_file", path, 0, NULL));
+    return MSI_MADE(model, msi_write_path(model, __func__, path, 0, NULL));
 }
 
 MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
                                     const ms_load_options *options) {
-    return MSI_MADE(model, msi_load_path(model, "ms_load_file", path, options));
+    return MSI_MADE(model, msi_load_path(model, __func__, path, options));
 }
 
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
-    return MSI_MADE(model, msi_save_place(model, "ms_save_checkpoint", checkpoints));
+    return MSI_MADE(model, msi_save_place(model, __func__, checkpoints));
 }
 
 MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
                                           const ms_load_options *options, bool *found) {
-    static const char *const function = "ms_load_checkpoint";
     bool is_found = false;
     const ms_result result =
-        MSI_MADE(model, msi_load_place(model, function, checkpoints, options, &is_found));
+        MSI_MADE(model, msi_load_place(model, __func__, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
     }
@@ -35869,18 +35650,17 @@ MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints 
 
 MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *checkpoints,
                                      ms_snapshot **snapshot) {
-    static const char *const function = "ms_save_begin";
     msi_places p;
     uint64_t saves = 0;
     if (!model || !snapshot) {
-        return msi_fail_argument(model, function, "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     *snapshot = NULL;
     p.path[0] = 0;
     ms_result result = msi_made(model);
     MSI_THEN(result,
-             checkpoints ? msi_next_place(model, function, checkpoints, &p, &saves) : result);
-    MSI_THEN(result, msi_save(model, function, NULL, saves, snapshot));
+             checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : result);
+    MSI_THEN(result, msi_save(model, __func__, NULL, saves, snapshot));
     MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
     return result;
 }
@@ -35891,8 +35671,7 @@ MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_s
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
     const char *to = path || !snapshot || !snapshot->path[0] ? path : snapshot->path;
-    return snapshot ? msi_write_path(NULL, "ms_snapshot_write_file", to, 0, snapshot)
-                    : MS_RESULT_INVALID;
+    return snapshot ? msi_write_path(NULL, __func__, to, 0, snapshot) : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
@@ -35900,11 +35679,10 @@ MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
 }
 
 MEMSCALE_API ms_result ms_set_step_count(ms_model *model, uint64_t count) {
-    static const char *const function = "ms_set_step_count";
     ms_result result = msi_made(model);
     MSI_THEN(result, count < (uint64_t)1 << 40
-                         ? msi_check_between_steps(model, function)
-                         : msi_fail(model, MS_RESULT_INVALID, "%s: the count is %llu", function,
+                         ? msi_check_between_steps(model, __func__)
+                         : msi_fail(model, MS_RESULT_INVALID, "%s: the count is %llu", __func__,
                                     (unsigned long long)count));
     return result == MS_RESULT_OK ? msi_set_step(model, count) : result;
 }
@@ -35921,13 +35699,13 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn) {
 }
 
 MEMSCALE_API ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data) {
-    const uint32_t t = msi_transfer_index(model, "ms_write", tensor, data);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, data);
     return t == MSI_NONE ? msi_invalid(model)
                          : msi_write_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
 
 MEMSCALE_API ms_result ms_read(ms_model *model, ms_tensor tensor, void *data) {
-    const uint32_t t = msi_transfer_index(model, "ms_read", tensor, data);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, data);
     return t == MSI_NONE ? msi_invalid(model)
                          : msi_read_tensor(model, t, msi_role_of(&model->graph, tensor), data);
 }
@@ -36004,7 +35782,7 @@ MEMSCALE_API ms_dtype ms_tensor_dtype(const ms_model *model, ms_tensor tensor) {
 }
 
 MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64_t bytes) {
-    const uint32_t t = msi_transfer_index(model, "ms_expect_bytes", tensor, &bytes);
+    const uint32_t t = msi_transfer_index(model, __func__, tensor, &bytes);
     const uint64_t has = t == MSI_NONE ? 0 : ms_tensor_bytes(model, tensor);
     return t == MSI_NONE ? msi_invalid(model)
            : has == bytes
@@ -36016,7 +35794,7 @@ MEMSCALE_API ms_result ms_expect_bytes(ms_model *model, ms_tensor tensor, uint64
 }
 
 MEMSCALE_API ms_result ms_forward(ms_model *model, double *loss) {
-    ms_result result = model ? msi_begin_step(model, "ms_forward") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_begin_step(model, __func__) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->train, loss));
     return result;
 }
@@ -36030,7 +35808,7 @@ MEMSCALE_API ms_result ms_update(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_step(ms_model *model, double *loss) {
-    ms_result result = model ? msi_begin_step(model, "ms_step") : MS_RESULT_INVALID;
+    ms_result result = model ? msi_begin_step(model, __func__) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_step(model, loss));
     return result;
 }
@@ -36046,7 +35824,7 @@ MEMSCALE_API void ms_cancel(ms_model *model) {
 }
 
 MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
-    ms_result result = model ? msi_check_start(model, "ms_eval", false) : MS_RESULT_INVALID;
+    ms_result result = model ? msi_check_start(model, __func__, false) : MS_RESULT_INVALID;
     MSI_THEN(result, msi_forward(model, &model->run.plan->eval, loss));
     return result;
 }
@@ -36054,20 +35832,20 @@ MEMSCALE_API ms_result ms_eval(ms_model *model, double *loss) {
 MEMSCALE_API ms_result ms_verify(ms_model *model, ms_difference_fn visit, void *user,
                                  ms_verify_report *report) {
     if (!model || !report) {
-        return msi_fail_argument(model, "ms_verify", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(report, 0, sizeof *report);
-    ms_result result = msi_begin_passes(model, "ms_verify");
+    ms_result result = msi_begin_passes(model, __func__);
     MSI_THEN(result, msi_verify(model, visit, user, report));
     return result;
 }
 
 MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
     if (!model || !found) {
-        return msi_fail_argument(model, "ms_find_nonfinite", "an argument is NULL");
+        return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     memset(found, 0, sizeof *found);
-    ms_result result = msi_begin_passes(model, "ms_find_nonfinite");
+    ms_result result = msi_begin_passes(model, __func__);
     MSI_THEN(result, msi_find_nonfinite(model, found));
     return result;
 }
@@ -36079,7 +35857,7 @@ MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
     return model && norm ? msi_gradient_norm(model, norm)
-                         : msi_fail_argument(model, "ms_gradient_norm", "an argument is NULL");
+                         : msi_fail_argument(model, __func__, "an argument is NULL");
 }
 
 MEMSCALE_API ms_result ms_gemm(const ms_call *call, float alpha, ms_matrix a, ms_matrix b,
@@ -36091,7 +35869,7 @@ MEMSCALE_API ms_result ms_cast(const ms_call *call, const ms_view *to, const ms_
     ms_model *m = call ? call->model : NULL;
     return m && to && from && to->data && from->data
                ? msi_cast(m, to, from)
-               : msi_fail_argument(m, "ms_cast", "a view is NULL or has no data");
+               : msi_fail_argument(m, __func__, "a view is NULL or has no data");
 }
 
 MEMSCALE_API ms_result ms_report(const ms_model *model, ms_memory_report *report) {
@@ -36119,7 +35897,7 @@ MEMSCALE_API ms_result ms_visit_events(const ms_model *model, ms_program program
     if (!operands) {
         return MS_RESULT_OUT_OF_MEMORY;
     }
-    const char *outer = msi_enter(model, "ms_visit_events");
+    const char *outer = msi_enter(model, __func__);
     msi_visit(model, p, visit, user, operands);
     msi_leave(model, outer);
     msi_release(&model->config.allocator, operands, bytes);
@@ -36136,7 +35914,7 @@ MEMSCALE_API ms_result ms_visit_lifetimes(const ms_model *model, ms_program prog
         msi_check_planned(model, visit && (unsigned)program <= MS_PROGRAM_EVAL);
     if (result == MS_RESULT_OK) {
         const msi_plan *plan = model->run.plan;
-        const char *outer = msi_enter(model, "ms_visit_lifetimes");
+        const char *outer = msi_enter(model, __func__);
         msi_visit_lifetimes(model, program == MS_PROGRAM_TRAIN ? &plan->train : &plan->eval, visit,
                             user);
         msi_leave(model, outer);
@@ -36175,7 +35953,7 @@ MEMSCALE_API ms_result ms_visit_decisions(const ms_model *model, ms_decision_fn 
     const uint64_t bytes = model->graph.layers.count * (uint64_t)sizeof(msi_alike);
     msi_alike *rows = (msi_alike *)msi_alloc_zeroed(&model->config.allocator, bytes);
     if (rows) {
-        const char *outer = msi_enter(model, "ms_visit_decisions");
+        const char *outer = msi_enter(model, __func__);
         msi_visit_decisions(&review, rows, visit, user);
         msi_leave(model, outer);
     }
@@ -36311,7 +36089,6 @@ static MSI_COLD void msi_print_categories(msi_columns *c, const uint64_t *bytes_
     msi_end_line(c);
 }
 
-/* The plan as a whole, the peak, what is on the host, and what is copied. */
 static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r) {
     const msi_printer *out = c->out;
     const double copies_us = r->to_device_us + r->to_host_us;
@@ -36482,7 +36259,6 @@ static MSI_COLD void msi_print_moment(msi_columns *c, const ms_model *model, uin
     msi_print_column(c, 13, layer.id ? ms_layer_name(model, layer) : "");
 }
 
-/* The line of a value, or of several that are alike. */
 static MSI_COLD void msi_print_value(msi_columns *c, const ms_model *model, const msi_values *v) {
     const ms_lifetime *l = &v->first;
     const bool was_sent = l->is_on_host && !l->is_resident;
