@@ -35423,7 +35423,7 @@ MEMSCALE_API ms_result ms_set_update_count(ms_model *model, ms_tensor param, uin
         return t ? msi_fail(model, MS_RESULT_INVALID,
                             "%s: param \"%s\": the count is %llu; it must be below 2^31", __func__,
                             msi_name(&model->graph, t->name), (unsigned long long)count)
-                 : MS_RESULT_INVALID;
+                 : msi_invalid(model);
     }
     const bool runs = model->run.store && !model->config.dry_run;
     ms_result result = msi_check_between_steps(model, __func__);
