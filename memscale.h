@@ -12637,15 +12637,14 @@ static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, in
     return msi_workspace_for(l, which, rows);
 }
 
-/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
-   made with the instruction: MSI_UNSET. */
+/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is made
+   with the instruction: MSI_UNSET. It has a live range in a tile without rows too, as at other sizes. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_call_workspace(w, l, which);
-    return bytes == 0 ? MSI_NONE
+    return l->workspace[which].bytes == 0 && l->workspace[which].row_bytes == 0 ? MSI_NONE
            : l->workspace[which].contents == MS_CONTENTS_ANY
                ? MSI_UNSET
-               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
+               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, msi_call_workspace(w, l, which));
 }
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
