@@ -1994,8 +1994,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    F32 masters where a plan keeps such), buffers, optimizer state in the format in which it is kept
    (codes of 8 bits with their scales, BF16), the counts of updates and steps, the seed, the loss scale
    with its counters, inside a step of several micro-batches their number and the gradients, and what
-   ms_save_extra names. It does not have inputs, nor what the trainer configures: the optimizer's
-   rates, frozen params, budgets.
+   ms_save_extra names. It does not have inputs, nor what the trainer sets: the optimizer's rates,
+   the factor of ms_set_gradient_factor, frozen and paused params, budgets.
 
    It does not depend on the plan, and may be loaded under another. Where the formats are the same the
    run goes on with the bits of one that was not interrupted; others are converted, and
