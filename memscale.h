@@ -2205,10 +2205,10 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 /* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
    number of rows that count is known only after the last micro-batch (ms_set_loss_factor of 1, and
    then 1 / their number). Set it before the step, between micro-batches, or, if the plan updates
-   nothing inside backward, between ms_backward and ms_update. A step that fails drops it. Gradients
-   themselves are not changed; MS_OPTIMIZER_NONE does not see it. Errors: INVALID (not finite, or not
-   positive), ORDER (in a callback, between slices; params have been updated, or ms_gradient_norm was
-   called, since ms_backward). */
+   nothing inside backward, between ms_backward and ms_update. A step that fails, or ends after
+   ms_backward without its update, drops it. Gradients themselves are not changed; MS_OPTIMIZER_NONE
+   does not see it. Errors: INVALID (not finite, or not positive), ORDER (in a callback, between slices;
+   params have been updated, or ms_gradient_norm was called, since ms_backward). */
 MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
@@ -29814,11 +29814,14 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
     return result;
 }
 
-/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
-   only the update is missing. */
+/* Ends a step that was begun. Micro-batches before this one count, and so does the factor of their
+   gradients, unless all of them are done and only the update is missing. */
 static void msi_drop_step(msi_run *r) {
     r->is_left_out = false;
-    r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
+    if (r->progress == MSI_PROGRESS_BACKWARD) {
+        r->micro = 0;
+        r->given_factor = 0.0f;
+    }
     r->program = NULL;
     r->updates_done = 0;
     r->progress = MSI_PROGRESS_NONE;
@@ -29956,9 +29959,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     m->run.loss = m->loss;
     m->run.step_factor = msi_step_factor(m, &m->loss);
-    if (m->run.progress == MSI_PROGRESS_BACKWARD) {
-        m->run.given_factor = 0.0f; // it was for the step that is dropped here
-    }
+    msi_drop_step(&m->run);
     m->run.gradient_factor = m->run.given_factor;
     return msi_start_at(m, p, 0, false);
 }
