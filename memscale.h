@@ -1919,8 +1919,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    F32 masters where a plan keeps such), buffers, optimizer state in the format in which it is kept
    (codes of 8 bits with their scales, BF16), the counts of updates and steps, the seed, the loss scale
    with its counters, inside a step of several micro-batches their number and the gradients, and what
-   ms_save_extra names. It does not have inputs, nor what the trainer configures: the optimizer's
-   rates, frozen params, budgets.
+   ms_save_extra names. It does not have inputs, nor what the trainer sets: the optimizer's rates,
+   the factor of ms_set_gradient_factor, frozen and paused params, budgets.
 
    It does not depend on the plan, and may be loaded under another. Where the formats are the same the
    run goes on with the bits of one that was not interrupted; others are converted, and
@@ -2124,10 +2124,10 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 /* Multiplies all gradients by a factor in the next update, once, before their norm is taken: where the
    number of rows that count is known only after the last micro-batch (ms_set_loss_factor of 1, and
    then 1 / their number). Set it before the step, between micro-batches, or, if the plan updates
-   nothing inside backward, between ms_backward and ms_update. A step that fails drops it. Gradients
-   themselves are not changed; MS_OPTIMIZER_NONE does not see it. Errors: INVALID (not finite, or not
-   positive), ORDER (in a callback, between slices; params have been updated, or ms_gradient_norm was
-   called, since ms_backward). */
+   nothing inside backward, between ms_backward and ms_update. A step that fails, or ends after
+   ms_backward without its update, drops it. Gradients themselves are not changed; MS_OPTIMIZER_NONE
+   does not see it. Errors: INVALID (not finite, or not positive), ORDER (in a callback, between slices;
+   params have been updated, or ms_gradient_norm was called, since ms_backward). */
 MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
@@ -12486,15 +12486,14 @@ static uint64_t msi_call_workspace(const msi_lowering *w, const msi_layer *l, in
     return msi_workspace_for(l, which, rows);
 }
 
-/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is
-   made with the instruction: MSI_UNSET. */
+/* Scratch memory that must be cleared is made before the instruction that it is for. Any other is made
+   with the instruction: MSI_UNSET. It has a live range in a tile without rows too, as at other sizes. */
 static uint32_t msi_prepare_workspace(msi_lowering *w, uint32_t layer, int which) {
     const msi_layer *l = &w->graph->layers.items[layer];
-    const uint64_t bytes = msi_call_workspace(w, l, which);
-    return bytes == 0 ? MSI_NONE
+    return l->workspace[which].bytes == 0 && l->workspace[which].row_bytes == 0 ? MSI_NONE
            : l->workspace[which].contents == MS_CONTENTS_ANY
                ? MSI_UNSET
-               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, bytes);
+               : msi_emit_zero(w, layer, MSI_ROLE_WORKSPACE, msi_call_workspace(w, l, which));
 }
 
 static void msi_use_workspace(msi_lowering *w, uint32_t layer, int which, uint32_t range) {
@@ -29555,11 +29554,14 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
     return result;
 }
 
-/* Ends a step that was begun. Micro-batches before this one count, unless all of them are done and
-   only the update is missing. */
+/* Ends a step that was begun. Micro-batches before this one count, and so does the factor of their
+   gradients, unless all of them are done and only the update is missing. */
 static void msi_drop_step(msi_run *r) {
     r->is_left_out = false;
-    r->micro = r->progress == MSI_PROGRESS_BACKWARD ? 0 : r->micro;
+    if (r->progress == MSI_PROGRESS_BACKWARD) {
+        r->micro = 0;
+        r->given_factor = 0.0f;
+    }
     r->program = NULL;
     r->updates_done = 0;
     r->progress = MSI_PROGRESS_NONE;
@@ -29697,9 +29699,7 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     m->run.loss = m->loss;
     m->run.step_factor = msi_step_factor(m, &m->loss);
-    if (m->run.progress == MSI_PROGRESS_BACKWARD) {
-        m->run.given_factor = 0.0f; // it was for the step that is dropped here
-    }
+    msi_drop_step(&m->run);
     m->run.gradient_factor = m->run.given_factor;
     return msi_start_at(m, p, 0, false);
 }

@@ -1638,7 +1638,8 @@ static void calls_have_their_time(void **state) {
     end(&n);
 }
 
-/* A step that fails takes its factor with it. */
+/* A step that fails takes its factor with it, and so does one that is left without its update, whatever
+   ends it. */
 static void failures_drop_the_factor(void **state) {
     (void)state;
     static net n, twin;
@@ -1654,6 +1655,20 @@ static void failures_drop_the_factor(void **state) {
         n.op[1].failing = 0;
         step(&n, (uint64_t)how_so, &e, NULL);
         step(&twin, (uint64_t)how_so, &e, NULL);
+        same_bits(&n, &twin, 0);
+    }
+    for (int how_so = 0; how_so < 4; ++how_so) {
+        double loss;
+        write_batch(&n, 7, 1.0f);
+        t_ok(n.m, ms_set_gradient_factor(n.m, 0.001f));
+        t_ok(n.m, ms_forward(n.m, &loss));
+        t_ok(n.m, ms_backward(n.m));
+        t_ok(n.m, how_so == 0   ? ms_wrap(n.m)
+                  : how_so == 1 ? ms_detach(n.m)
+                  : how_so == 2 ? ms_eval(n.m, &loss)
+                                : ms_set_step_count(n.m, 5));
+        step(&n, 2 + (uint64_t)how_so, &e, NULL);
+        step(&twin, 2 + (uint64_t)how_so, &e, NULL);
         same_bits(&n, &twin, 0);
     }
     end(&n);
