@@ -36113,7 +36113,7 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const msi_role role = msi_role_of(&model->graph, tensor);
+    const msi_role role = of ? msi_role_of(&model->graph, tensor) : MSI_ROLE_VALUE;
     return !of                       ? 0
            : role >= MSI_ROLE_STATE0 ? msi_role_bytes(&model->optimizers, of, role, false)
                                      : msi_value_bytes(of, msi_known_format(of, role));
