@@ -195,6 +195,7 @@ typedef struct rd_graph {
     ms_optimizer_desc optimizer;        // of params in no group
     ms_optimizer_desc group[RD_GROUPS]; // of the others; rd_value.group counts these from 1
     uint32_t group_count;
+    bool has_update_space; // the trainer's own update has scratch memory
     bool varies; // the factor of the gradients, and which params are paused, from step to step
     uint8_t seen[RD_FEATURE_COUNT];
     bool has_no_loss; // nothing is minimised: it is only evaluated
@@ -762,14 +763,12 @@ static inline uint64_t rd_update_bytes(const ms_shape *shape, void *user) {
 static inline void rd_vary_updates(rd_graph *g) {
     t_rng rng = t_seed(g->seed ^ 0x76617279);
     ms_optimizer_desc *o = &g->optimizer;
-    if (o->kind == MS_OPTIMIZER_CUSTOM && t_chance(&rng, 0.5)) {
-        o->workspace = rd_update_bytes;
-    }
+    g->has_update_space = o->kind == MS_OPTIMIZER_CUSTOM && t_chance(&rng, 0.5);
     if (o->kind != MS_OPTIMIZER_NONE && t_chance(&rng, 0.12)) {
         o->skip_above_norm = 0.05f * (float)(1u << t_below(&rng, 8));
     }
     g->varies = t_chance(&rng, 0.3);
-    g->seen[RD_UPDATE_WORKSPACE] = o->workspace != NULL;
+    g->seen[RD_UPDATE_WORKSPACE] = g->has_update_space;
     g->seen[RD_SKIPPING] = o->skip_above_norm > 0.0f;
 }
 
@@ -2014,7 +2013,7 @@ static inline int rd_backward(const ms_call *call) {
    is borrowed. */
 static inline int rd_update(const ms_update_args *args) {
     const rd_graph *g = (const rd_graph *)args->user;
-    const bool has_space = args->call != NULL && g->optimizer.workspace != NULL;
+    const bool has_space = args->call != NULL && g->has_update_space;
     float scale = args->gradient_scale == NULL ? 1.0f : *args->gradient_scale;
     float own[RD_ELEMENTS];
     float *steps = has_space ? (float *)args->call->workspace : own;
@@ -2805,6 +2804,7 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     }
     ms_optimizer_desc optimizer = g->optimizer;
     optimizer.update = optimizer.kind == MS_OPTIMIZER_CUSTOM ? rd_update : NULL;
+    optimizer.workspace = optimizer.update != NULL && g->has_update_space ? rd_update_bytes : NULL;
     optimizer.user = g;
     ms_set_optimizer(n->model, &optimizer);
     ms_param_group groups[1 + RD_GROUPS];
