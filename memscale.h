@@ -12336,7 +12336,7 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
         &w->tiles.whole_value, &w->tiles.whole_gradient, &w->repeating.different,
         &w->repeating.noted};
     w->now.snapshot = at;
-    at += at ? g->operands.count : 0;
+    at = at ? at + g->operands.count : NULL;
     for (uint32_t k = 0; k < sizeof lists / sizeof lists[0] && at; k++) {
         *lists[k] = at;
         at += g->tensors.count;
@@ -23053,7 +23053,6 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
         may |= (uint32_t)(x->technique[k] == MS_SWITCH_ON) << k;
     }
     return d->pass != plain[t].pass && (!msi_is_droppable(g, t) || d->pass > g->layers.count ||
-                                        (moves != 0 && d->pass > 0) ||
                                         !((may & MSI_CHECKPOINTING) ||
                                           (made && msi_tiles_of(g, decisions, x->producer) > 0)))
                ? MS_TECHNIQUE_CHECKPOINTING

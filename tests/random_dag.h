@@ -2980,7 +2980,7 @@ static inline bool rd_net_write(rd_net *n, uint64_t round, bool again) {
 
 static inline void rd_reference_write(rd_reference *r, uint64_t round, bool again) {
     const rd_graph *g = r->run.graph;
-    r->given_factor = again ? r->given_factor : rd_factor_at(g, round);
+    r->gradient_factor = r->given_factor = again ? r->given_factor : rd_factor_at(g, round);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         r->paused[i] = again ? r->paused[i] : rd_is_paused(g, i, round);
