@@ -23043,7 +23043,7 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
     const msi_tensor_decision *home = s->homes && msi_is_resident(x) ? &s->homes[t] : d;
     const bool is_param = x->kind == MSI_KIND_PARAM;
     const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
-    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+    const bool parted = is_param && each > 0 && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
                         (elements + each - 1) / each == d->parts;
     const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
     const uint32_t movable =

@@ -63,6 +63,10 @@ static rd_net *make_net(pair *p, int k, const ms_config *config) {
     if (p->half) {
         rd_force_half(n, p->g->seed);
     }
+    if (p->g->seed % 4 == 1) { // a value that must move may be dropped too
+        t_rng rng = t_seed(p->g->seed);
+        rd_force_moves(n, &rng);
+    }
     if (p->codes && p->failure[0] == 0) { // which params have state is known once there is a plan
         t_ok(n->model, ms_detach(n->model));
         rd_force_codes(n, p->g->seed);
