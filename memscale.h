@@ -12177,7 +12177,7 @@ static bool msi_lowering_init(msi_lowering *w, const msi_graph *g, const msi_sto
         &w->tiles.whole_value, &w->tiles.whole_gradient, &w->repeating.different,
         &w->repeating.noted};
     w->now.snapshot = at;
-    at += at ? g->operands.count : 0;
+    at = at ? at + g->operands.count : NULL;
     for (uint32_t k = 0; k < sizeof lists / sizeof lists[0] && at; k++) {
         *lists[k] = at;
         at += g->tensors.count;
@@ -22849,7 +22849,7 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
     const msi_tensor_decision *home = s->homes && msi_is_resident(x) ? &s->homes[t] : d;
     const bool is_param = x->kind == MSI_KIND_PARAM;
     const uint64_t elements = x->bytes / sizeof(float), each = msi_part_size(elements, d->parts);
-    const bool parted = is_param && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
+    const bool parted = is_param && each > 0 && d->parts > 1 && d->parts <= MSI_MAX_PARTS &&
                         (elements + each - 1) / each == d->parts;
     const uint32_t moves = d->moves & (uint32_t)MSI_MOVES_ALL;
     const uint32_t movable =
@@ -22859,7 +22859,6 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
         may |= (uint32_t)(x->technique[k] == MS_SWITCH_ON) << k;
     }
     return d->pass != plain[t].pass && (!msi_is_droppable(g, t) || d->pass > g->layers.count ||
-                                        (moves != 0 && d->pass > 0) ||
                                         !((may & MSI_CHECKPOINTING) ||
                                           (made && msi_tiles_of(g, decisions, x->producer) > 0)))
                ? MS_TECHNIQUE_CHECKPOINTING
@@ -35768,7 +35767,7 @@ MEMSCALE_API uint64_t ms_tensor_count(const ms_model *model, ms_tensor tensor) {
 MEMSCALE_API uint64_t ms_tensor_bytes(const ms_model *model, ms_tensor tensor) {
     const uint32_t t = model ? msi_index(&model->graph, tensor) : MSI_NONE;
     const msi_tensor *of = t == MSI_NONE ? NULL : &model->graph.tensors.items[t];
-    const msi_role role = msi_role_of(&model->graph, tensor);
+    const msi_role role = of ? msi_role_of(&model->graph, tensor) : MSI_ROLE_VALUE;
     return !of                       ? 0
            : role >= MSI_ROLE_STATE0 ? msi_role_bytes(&model->optimizers, of, role, false)
                                      : msi_value_bytes(of, msi_known_format(of, role));

@@ -8,7 +8,9 @@
 #include "private.h"
 
 #include "fuzz_check.h"
+#include "plan_files.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -17,6 +19,7 @@
 
 enum { MODELS = 2, TENSORS = 96, LAYERS = 20, LENT = 16, CALLS = 80, VALUES = 24 };
 enum { LARGEST_BLOCK = 16 << 20, CALLBACK_ERROR = 3, SPANS = 128 };
+enum { GROUPS = 6, UPDATES = 8, FILE_BYTES = 1 << 16 };
 
 static bool is_traced; // with -v: every call, its result and the plans
 
@@ -59,6 +62,18 @@ typedef struct lent {
     bool is_gradient;
 } lent;
 
+/* What update callbacks of an optimizer are given. */
+typedef struct update_info {
+    struct slot *owner;
+    uint64_t bytes; // of workspace for each element
+} update_info;
+
+/* A file in memory, with room for what is changed in it. */
+typedef struct file_image {
+    uint8_t data[FILE_BYTES + 16];
+    size_t bytes;
+} file_image;
+
 /* A model and what was registered with it. */
 typedef struct slot {
     struct world *world;
@@ -74,7 +89,11 @@ typedef struct slot {
     uint32_t value_count;
     ms_shape shape;
     ms_axis axes[MS_LIMIT_AXES];
-    int64_t largest[MS_LIMIT_AXES];
+    int64_t largest[MS_LIMIT_AXES]; // of evals
+    ms_param_group groups[GROUPS];
+    uint32_t group_count;
+    update_info updates[UPDATES];
+    uint32_t update_count;
     uint32_t axis_count;
     lent loans[LENT];
     uint32_t loan_count;
@@ -94,6 +113,7 @@ typedef struct world {
     double now_us, look_us; // the clock moves when it is read: less in slices than when measuring
     ms_backend cpu;
     ms_arena *arena;
+    file_image plan, run; // what ms_plan_save and ms_save have written last
     slot slots[MODELS];
     uint32_t current;
 } world;
@@ -325,12 +345,36 @@ static float unit(uint64_t h) {
     return (float)((int32_t)(mixed(h) & 0xffff) - 0x8000) / 65536.0f;
 }
 
+/* Element i of an array of floats, in 16 or 32 bits. */
+static float element(const void *data, ms_dtype dtype, uint64_t i) {
+    return dtype == MS_DTYPE_BF16  ? msi_f32_of_bf16(((const uint16_t *)data)[i])
+           : dtype == MS_DTYPE_F16 ? msi_f32_of_f16(((const uint16_t *)data)[i])
+                                   : ((const float *)data)[i];
+}
+
+static void set_element(void *data, ms_dtype dtype, uint64_t i, float x) {
+    if (dtype == MS_DTYPE_BF16) {
+        ((uint16_t *)data)[i] = msi_bf16_of_f32(x);
+    } else if (dtype == MS_DTYPE_F16) {
+        ((uint16_t *)data)[i] = msi_f16_of_f32(x);
+    } else {
+        ((float *)data)[i] = x;
+    }
+}
+
 /* Values that depend on h alone; what is there is overwritten or, with add, added to. */
 static void put(void *data, ms_dtype dtype, size_t bytes, uint64_t h, bool add) {
     if (dtype == MS_DTYPE_F32) {
         float *f = (float *)data;
         for (size_t i = 0; i < bytes / 4; ++i) {
             f[i] = (add ? f[i] : 0.0f) + unit(h + i);
+        }
+    } else if (dtype == MS_DTYPE_BF16 || dtype == MS_DTYPE_F16) {
+        for (size_t i = 0; i < bytes / 2; ++i) {
+            uint16_t rounded;
+            set_element(&rounded, dtype, 0, unit(h + i));
+            const float x = element(&rounded, dtype, 0);
+            set_element(data, dtype, i, add ? element(data, dtype, i) + x : x);
         }
     } else if (dtype == MS_DTYPE_F64) {
         double *d = (double *)data;
@@ -547,9 +591,38 @@ static void check_call(const ms_call *call, layer_info *layer) {
     check_spans(&s);
 }
 
+static int write_file(void *user, const void *data, size_t bytes) {
+    file_image *f = (file_image *)user;
+    if (bytes > FILE_BYTES - f->bytes) {
+        return 1;
+    }
+    memcpy(f->data + f->bytes, data, bytes);
+    f->bytes += bytes;
+    return 0;
+}
+
+static int read_file(void *user, uint64_t offset, void *data, size_t bytes) {
+    const file_image *f = (const file_image *)user;
+    CHECK(offset <= f->bytes && bytes <= f->bytes - offset);
+    memcpy(data, f->data + offset, bytes);
+    return 0;
+}
+
+static ms_sink plan_sink(world *w) {
+    const ms_sink sink = {write_file, &w->plan};
+    return sink;
+}
+
+static ms_source source_of(file_image *f) {
+    const ms_source source = {read_file, f, f->bytes};
+    return source;
+}
+
 /* What the plan stands on must not move under a running step. */
 static void try_to_reenter(const ms_call *call, const slot *s) {
     ms_model *m = call->model;
+    const ms_sink sink = plan_sink(s->world);
+    const ms_source source = source_of(&s->world->plan);
     uint64_t bytes = 0;
     ms_memory_report report;
     CHECK(ms_wrap(m) == MS_RESULT_ORDER);
@@ -563,6 +636,10 @@ static void try_to_reenter(const ms_call *call, const slot *s) {
     CHECK(ms_update(m) == MS_RESULT_ORDER);
     CHECK(ms_eval(m, NULL) == MS_RESULT_ORDER);
     CHECK(ms_smallest_budget(m, &bytes) == MS_RESULT_ORDER);
+    CHECK(ms_set_gradient_factor(m, 2.0f) == MS_RESULT_ORDER);
+    CHECK(ms_set_paused(m, s->tensors[0], true) != MS_RESULT_OK);
+    CHECK(ms_plan_save(m, &sink) == MS_RESULT_ORDER);
+    CHECK(ms_plan_load(m, &source) == MS_RESULT_ORDER);
     CHECK(ms_reshape(m, s->largest) != MS_RESULT_OK);
     CHECK(s->loan_count == 0 ||
           ms_borrow(m, s->loans[0].tensor, s->loans[0].memory) != MS_RESULT_OK);
@@ -740,17 +817,59 @@ static int fz_backward(const ms_call *call) {
     return 0;
 }
 
+/* Bytes that state of so many elements takes. */
+static size_t state_bytes(ms_state_format format, uint64_t count) {
+    const uint64_t whole = count / 4096, rest = count % 4096;
+    return (size_t)(format == MS_STATE_FORMAT_F32 ? 4 * count
+                    : format == MS_STATE_FORMAT_BF16
+                        ? 2 * count
+                        : whole * (4096 + 16 * 4) + (rest + 63) / 64 * 64 + (rest + 255) / 256 * 4);
+}
+
+static uint64_t fz_update_bytes(const ms_shape *shape, void *user) {
+    const update_info *u = (const update_info *)user;
+    return u->bytes > 64 ? u->bytes : u->bytes * ms_shape_count(shape);
+}
+
+static void check_update(const ms_update_args *args, const update_info *u) {
+    const ms_call *call = args->call;
+    const uint64_t bytes = fz_update_bytes(&args->shape, args->user);
+    CHECK(args->kind == MS_OPTIMIZER_CUSTOM && args->begin == 0 && call != NULL);
+    CHECK(call->model == u->owner->model && ms_shape_count(&args->shape) == args->count);
+    CHECK(call->workspace_bytes >= bytes && (bytes == 0 || call->workspace != NULL));
+    if (bytes > 0) {
+        memset(call->workspace, 0xff, (size_t)bytes);
+    }
+    CHECK(multiply(call) == 0 || u->owner->world->faults > 0);
+}
+
 static int fz_custom(const ms_update_args *args) {
-    world *w = ((slot *)args->user)->world;
+    const update_info *u = (const update_info *)args->user;
+    world *w = u->owner->world;
     const float scale = args->gradient_scale != NULL ? *args->gradient_scale : 1.0f;
+    check_update(args, u);
     if (counts_down(w, &w->callback_fails_in)) {
         return CALLBACK_ERROR;
     }
-    for (uint64_t i = 0; i < args->count; ++i) {
-        for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE && args->state[k] != NULL; ++k) {
-            args->state[k][i] = 0.5f * args->state[k][i] + scale * args->gradient[i];
+    for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE && args->state[k] != NULL; ++k) {
+        if (args->state_format[k] != MS_STATE_FORMAT_F32) {
+            memset(args->state[k], 0, state_bytes(args->state_format[k], args->count));
         }
-        args->value[i] -= 0.01f * scale * args->gradient[i];
+    }
+    for (uint64_t i = 0; i < args->count; ++i) {
+        const float g = scale * element(args->gradient, args->gradient_dtype, i);
+        for (int k = 0; k < MS_LIMIT_OPTIMIZER_STATE && args->state[k] != NULL; ++k) {
+            if (args->state_format[k] == MS_STATE_FORMAT_F32) {
+                args->state[k][i] = 0.5f * args->state[k][i] + g;
+            }
+        }
+        if (args->master != NULL) {
+            args->master[i] -= 0.01f * g;
+        }
+        set_element(args->value, args->value_dtype, i,
+                    args->master != NULL                ? args->master[i]
+                    : args->value_dtype == MS_DTYPE_F32 ? args->value[i] - 0.01f * g
+                                                        : g);
     }
     return 0;
 }
@@ -932,6 +1051,12 @@ static void op_create(world *w, slot *s) {
     s->config.empirical_profiling = (s->answer & 96) == 96 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     s->config.warmup_steps = s->answer & 1;
     s->config.max_instruction_us = (s->answer & 128) != 0 ? 0.001 : 0.0;
+    s->config.mixed_precision = a_switch(w);
+    s->config.mixed_dtype = below(w, 2) == 0 ? MS_DTYPE_BF16 : MS_DTYPE_F16;
+    s->config.master_weights = a_switch(w);
+    s->config.optimizer_8bit = a_switch(w);
+    s->config.offloading = a_switch(w);
+    s->config.tiling = a_switch(w);
     s->config.clock = world_clock;
     s->config.clock_user = w;
     s->shape = ms_shape2(1 + (int64_t)below(w, 5), 1 + (int64_t)below(w, 24));
@@ -1070,16 +1195,26 @@ static ms_tensor add_tensor(slot *s, tensor_kind kind, ms_dtype dtype, ms_shape 
 static void op_tensor(world *w, slot *s) {
     const uint32_t x = take(w);
     const ms_dtype dtype = (x & 0xe0) == 0xe0 ? (ms_dtype)below(w, 12) : MS_DTYPE_F32;
-    add_tensor(s, (tensor_kind)(x % KIND_COUNT), dtype, a_shape(w, s));
+    const ms_tensor t = add_tensor(s, (tensor_kind)(x % KIND_COUNT), dtype, a_shape(w, s));
+    if (dtype != MS_DTYPE_F32 && t.id != 0 && s->kinds[s->tensor_count - 1] == KIND_PARAM) {
+        ms_set_frozen(s->model, t, one_in(w, 4) ? false : true);
+        s->may_refuse = true;
+    }
 }
 
 static void op_axis(world *w, slot *s) {
     const int64_t size = 1 + (int64_t)below(w, 4);
-    const int64_t largest = one_in(w, 8) ? 0 : size + (int64_t)below(w, 4);
+    int64_t largest = one_in(w, 8) ? 0 : size + (int64_t)below(w, 4);
     const ms_axis axis = ms_add_axis(s->model, "axis", size, largest);
     if (axis.id == 0) {
         s->has_refused = s->has_refused || !s->has_plan;
         return;
+    }
+    if (one_in(w, 3)) {
+        const int64_t more = largest + (int64_t)below(w, 5) - 1;
+        ms_set_eval_largest(s->model, axis, more);
+        s->may_refuse |= more < largest;
+        largest = more > largest ? more : largest;
     }
     CHECK(s->axis_count < MS_LIMIT_AXES);
     s->axes[s->axis_count] = axis;
@@ -1142,8 +1277,34 @@ static void add_edges(world *w, ms_layer_desc *d, int ins) {
     }
 }
 
+/* A vector or a matrix; or frozen, of any dtype. */
+static ms_tensor a_new_param(world *w, slot *s) {
+    const uint32_t x = take(w), rows = 1 + below(w, 70);
+    const bool is_frozen = (x & 7) == 7;
+    const ms_tensor t = add_tensor(
+        s, KIND_PARAM, is_frozen ? (ms_dtype)(x >> 3 & 7) : MS_DTYPE_F32,
+        (x & 64) != 0 ? ms_shape2((int64_t)rows % 9 + 1, 1 + (int64_t)(x & 15)) : ms_shape1(rows));
+    if (is_frozen && t.id != 0) {
+        ms_set_frozen(s->model, t, true);
+    }
+    return t;
+}
+
+/* Which operands may be in 16 bits; what is computed in place has the dtype of what it lies in. */
+static ms_layer_dtypes some_dtypes(world *w, const ms_layer_desc *d) {
+    const uint32_t x = take(w);
+    const bool in_place = (d->must_in_place | d->must_grad_in_place) != 0;
+    ms_layer_dtypes t;
+    memset(&t, 0, sizeof t);
+    t.accepts = ((x & 1) != 0 ? 1u << MS_DTYPE_BF16 : 0) | ((x & 2) != 0 ? 1u << MS_DTYPE_F16 : 0);
+    t.f32_in = !in_place && (x & 4) != 0 ? 1 : 0;
+    t.f32_out = !in_place && (x & 8) != 0 ? 1 : 0;
+    t.half_gradients = (x & 16) != 0 && d->param[0].id != 0 ? 1 : 0;
+    return t;
+}
+
 /* A layer that must be accepted: one or two inputs of the model's shape, one output of it. */
-static void op_good_layer(world *w, slot *s) {
+static void make_layer(world *w, slot *s, ms_tensor made) {
     const uint32_t bits = take(w), more = take(w);
     if (s->layer_count == LAYERS || s->value_count == VALUES || s->has_plan) {
         return;
@@ -1155,8 +1316,7 @@ static void op_good_layer(world *w, slot *s) {
     d->in[1].id = (bits & 1) != 0 ? a_value(w, s).id : 0;
     if ((bits & 2) != 0) {
         const bool is_new = (bits & 4) != 0;
-        d->param[0] = is_new ? add_tensor(s, KIND_PARAM, MS_DTYPE_F32, ms_shape1(1 + below(w, 70)))
-                             : a_tensor_of(w, s, KIND_PARAM);
+        d->param[0] = is_new ? a_new_param(w, s) : a_tensor_of(w, s, KIND_PARAM);
     }
     if ((bits & 24) == 24) {
         d->saved[0] = add_tensor(s, KIND_SAVED, MS_DTYPE_F32, s->shape);
@@ -1166,7 +1326,7 @@ static void op_good_layer(world *w, slot *s) {
         d->state[0] = add_tensor(s, KIND_BUFFER, MS_DTYPE_F32, ms_shape1(3));
         d->recompute_keeps_state = (more & 2) != 0;
     }
-    d->out[0] = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
+    d->out[0] = made.id != 0 ? made : add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
     d->forward = fz_forward;
     d->backward = (more & 4) != 0 && (bits & 128) != 0 ? NULL : fz_backward;
     d->recompute = (more & 24) == 24 ? fz_recompute : NULL;
@@ -1182,11 +1342,17 @@ static void op_good_layer(world *w, slot *s) {
         d->backward_workspace.row_bytes = below(w, 9);
         d->recompute_workspace.bytes = d->recompute != NULL ? below(w, 100) : 0;
     }
+    d->dtypes = some_dtypes(w, d);
     const bool is_picked = (bits & 6) == 2; // a param that was picked may be anything
     register_layer(s, layer, !is_picked && d->in[0].id != 0 && d->out[0].id != 0);
     if (layer->handle.id != 0) {
         s->values[s->value_count++] = d->out[0];
     }
+}
+
+static void op_good_layer(world *w, slot *s) {
+    const ms_tensor none = {0};
+    make_layer(w, s, none);
 }
 
 static void op_several_layers(world *w, slot *s) {
@@ -1299,6 +1465,7 @@ static void fill_desc(world *w, slot *s, ms_layer_desc *d) {
     }
     d->flops = (more & 128) != 0 ? (double)below(w, 200) - 1.0 : 0.0;
     d->recompute_flops = one_in(w, 32) ? (double)NAN : 0.0;
+    d->dtypes = some_dtypes(w, d);
 }
 
 static void op_wild_layer(world *w, slot *s) {
@@ -1322,27 +1489,81 @@ static float a_rate(world *w) {
     return rates[below(w, 7)];
 }
 
-static void op_optimizer(world *w, slot *s) {
-    s->may_refuse = true;
+static ms_optimizer_desc an_optimizer(world *w, slot *s) {
+    static const float norms[] = {0.0f, 0.5f, 1e-3f, 1e3f, FLT_MAX, -1.0f, NAN, INFINITY};
     ms_optimizer_desc d;
-    const uint32_t x = take(w);
+    const uint32_t x = take(w), y = take(w);
     memset(&d, 0, sizeof d);
-    d.kind = (ms_optimizer_kind)(x % 5 + (x == 255 ? 5 : 0));
-    d.grad_clip_norm = (x & 32) != 0 ? 0.5f : 0.0f;
+    d.kind = (ms_optimizer_kind)(x % MS_OPTIMIZER_COUNT + (x == 255 ? MS_OPTIMIZER_COUNT : 0));
+    d.grad_clip_norm = (x & 32) != 0 ? norms[below(w, 8)] : 0.0f;
+    d.skip_above_norm = (y & 7) == 7 ? norms[below(w, 8)] : 0.0f;
     d.momentum = (x & 16) != 0 ? 0.9f : 0.0f;
     d.learning_rate = (x & 64) != 0 ? a_rate(w) : 0.0f;
     d.beta1 = (x & 128) != 0 ? a_rate(w) : 0.0f;
+    d.beta2 = (y & 128) != 0 ? a_rate(w) : 0.0f;
     d.state_format[x >> 4 & 1] = (x & 12) == 12 ? (ms_state_format)(x >> 5 & 3) : d.state_format[0];
-    d.update = d.kind == MS_OPTIMIZER_CUSTOM && x != 254 ? fz_custom : NULL;
-    d.user = s;
-    d.state_count = d.kind == MS_OPTIMIZER_CUSTOM ? below(w, 6) : 0;
-    ms_set_optimizer(s->model, x == 253 ? NULL : &d);
+    if (d.kind == MS_OPTIMIZER_CUSTOM || y == 253) {
+        const uint32_t number = s->update_count % UPDATES;
+        update_info *u = &s->updates[number];
+        if (s->update_count < UPDATES) { // it stays as it is from then on
+            u->owner = s;
+            u->bytes = below(w, 16) == 15 ? UINT64_MAX - take(w) : below(w, 9);
+            s->update_count += 1;
+        }
+        d.update = x != 254 ? fz_custom : NULL;
+        d.user = u;
+        d.workspace = (y & 8) != 0 ? fz_update_bytes : NULL;
+        u->bytes = d.workspace == NULL && number + 1 == s->update_count ? 0 : u->bytes;
+        d.workspace = u->bytes != 0 ? fz_update_bytes : d.workspace;
+        d.state_count = below(w, 6);
+        d.takes_formats = (y & 16) != 0;
+        d.unsigned_state = (y & 32) != 0 ? below(w, 5) : 0;
+    }
+    return d;
+}
+
+static void op_optimizer(world *w, slot *s) {
+    s->may_refuse = true;
+    const ms_optimizer_desc d = an_optimizer(w, s);
+    ms_set_optimizer(s->model, one_in(w, 64) ? NULL : &d);
+}
+
+/* A group, of another model at times, or a wrong handle. */
+static ms_param_group a_group(world *w, const slot *s) {
+    const uint32_t x = take(w);
+    const slot *from = x >= 248 ? &w->slots[(w->current + 1) % MODELS] : s;
+    const ms_param_group wrong = {x >= 240 ? take(w) | (uint32_t)take(w) << 24 : 0};
+    return x < 240 && x % 5 != 0 && from->group_count > 0 ? from->groups[x % from->group_count]
+           : x >= 248 && from->group_count > 0            ? from->groups[0]
+                                                          : wrong;
+}
+
+static void op_group(world *w, slot *s) {
+    s->may_refuse = true;
+    if (s->group_count < GROUPS && one_in(w, 2)) {
+        const ms_optimizer_desc d = an_optimizer(w, s);
+        const ms_param_group group = ms_optimizer_group(s->model, one_in(w, 64) ? NULL : &d);
+        CHECK(group.id != 0 || s->model == NULL || ms_last_error(s->model)[0] != 0);
+        s->has_refused = s->has_refused || (group.id == 0 && !s->has_plan);
+        if (group.id != 0) {
+            s->groups[s->group_count++] = group;
+        }
+    }
+    for (uint32_t n = below(w, 4); n > 0; --n) {
+        const ms_tensor t = one_in(w, 8) ? a_tensor(w, s) : a_tensor_of(w, s, KIND_PARAM);
+        ms_set_param_group(s->model, t, a_group(w, s));
+    }
+}
+
+static void set_layer_time(world *w, slot *s) {
+    const ms_layer_time time = {(double)a_rate(w), 1.0, 1.0};
+    ms_set_layer_time(s->model, a_layer(w, s), &time);
 }
 
 static void op_set_value(world *w, slot *s) {
     s->may_refuse = true;
     ms_layer layer;
-    const uint32_t what = below(w, 12);
+    const uint32_t what = below(w, 22);
     const ms_tensor t = a_tensor(w, s);
     switch (what) {
     case 0:
@@ -1379,6 +1600,32 @@ static void op_set_value(world *w, slot *s) {
     case 10:
         ms_add_eval_output(s->model, t);
         break;
+    case 11:
+    case 12:
+        ms_set_group_learning_rate(s->model, a_group(w, s), a_rate(w));
+        break;
+    case 13:
+    case 14:
+        told(s, ms_set_paused(s->model, t, !one_in(w, 3)));
+        break;
+    case 15:
+    case 16:
+        told(s, ms_set_gradient_factor(s->model, a_rate(w)));
+        break;
+    case 17:
+        told(s, ms_set_update_count(s->model, t, (uint64_t)take(w) << below(w, 48)));
+        CHECK(ms_tensor_dtype(s->model, t) <= MS_DTYPE_COUNT);
+        CHECK(ms_update_count(s->model, t) == 0 || s->model != NULL);
+        break;
+    case 18:
+        told(s, ms_set_step_count(s->model, (uint64_t)take(w) << below(w, 48)));
+        break;
+    case 19:
+        ms_set_loss_mean(s->model);
+        break;
+    case 20:
+        set_layer_time(w, s);
+        break;
     default:
         ms_set_loss(s->model, t);
         break;
@@ -1391,6 +1638,16 @@ static void op_mark(world *w, slot *s) {
     if (x == 255) {
         ms_refuse(s->model, "the fuzzer says so");
         s->has_refused = s->has_refused || !s->has_plan;
+    } else if ((x & 12) == 4) {
+        ms_want_gradient(s->model, one_in(w, 8)    ? a_tensor(w, s)
+                                   : (x & 16) != 0 ? a_tensor_of(w, s, KIND_INPUT)
+                                                   : a_tensor_of(w, s, KIND_ACTIVATION));
+    } else if ((x & 12) == 8 && s->layer_count < LAYERS && (x & 2) != 0) {
+        // of an activation that the layer to come will make; others have theirs already
+        const ms_tensor t = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
+        ms_set_gradient_dtype(s->model, one_in(w, 8) ? a_tensor(w, s) : t,
+                              (ms_dtype)(one_in(w, 4) ? below(w, 12) : MS_DTYPE_BF16));
+        make_layer(w, s, t);
     } else if ((x & 1) != 0) {
         ms_set_on_host(s->model, a_tensor_of(w, s, (x & 2) != 0 ? KIND_BUFFER : KIND_INPUT));
     } else {
@@ -1505,6 +1762,12 @@ static void visit(const ms_event *event, void *user) {
     }
 }
 
+static void visit_lifetime(const ms_lifetime *l, void *user) {
+    const uint64_t *limits = (const uint64_t *)user;
+    CHECK(l->size == sizeof *l && l->name != NULL && l->category < MS_CATEGORY_COUNT);
+    CHECK(l->is_on_host || l->first > l->last || l->offset + l->bytes <= limits[0]);
+}
+
 static void op_look(world *w, slot *s) {
     uint64_t h = 0, limit;
     ms_memory_report r;
@@ -1530,6 +1793,7 @@ static void op_look(world *w, slot *s) {
     CHECK((told_nothing(ms_print_metrics(s->model, digest_text, &h)) == MS_RESULT_OK) ==
           s->has_plan);
     told_nothing(ms_visit_events(s->model, program, visit, &limit));
+    told_nothing(ms_visit_lifetimes(s->model, program, visit_lifetime, &limit));
     told(s, ms_hardware_report(s->model, &hardware));
     check_report(s, false);
 }
@@ -1550,6 +1814,24 @@ static ms_tensor a_handle(world *w, slot *s) {
     }
 }
 
+/* Whether some value or state may be in fewer bits than the trainer gives. */
+static bool rounds(const slot *s) {
+    ms_memory_report r;
+    bool some = s->config.mixed_precision == MS_SWITCH_ON ||
+                s->config.optimizer_8bit != MS_SWITCH_OFF || s->model == NULL;
+    memset(&r, 0, sizeof r);
+    some |= s->model == NULL || ms_report(s->model, &r) != MS_RESULT_OK;
+    for (uint32_t t = 0; !some && t < s->model->graph.tensors.count; ++t) {
+        const msi_tensor *x = &s->model->graph.tensors.items[t];
+        const ms_optimizer_desc *o = msi_desc_of(&s->model->optimizers, x);
+        some = x->technique[MS_TECHNIQUE_MIXED_PRECISION] == MS_SWITCH_ON ||
+               x->technique[MS_TECHNIQUE_OPTIMIZER_8BIT] == MS_SWITCH_ON ||
+               o->state_format[0] != MS_STATE_FORMAT_F32 ||
+               o->state_format[1] != MS_STATE_FORMAT_F32;
+    }
+    return some;
+}
+
 static void op_write(world *w, slot *s) {
     const ms_tensor t = a_handle(w, s);
     const uint64_t bytes = ms_tensor_bytes(s->model, t);
@@ -1562,7 +1844,7 @@ static void op_write(world *w, slot *s) {
     if (result == MS_RESULT_OK) {
         void *copy = exact_block(bytes);
         const ms_result read = told(s, ms_read(s->model, t, copy));
-        CHECK(read != MS_RESULT_OK || memcmp(copy, data, (size_t)bytes) == 0);
+        CHECK(read != MS_RESULT_OK || rounds(s) || memcmp(copy, data, (size_t)bytes) == 0);
         free(copy);
     }
     free(data);
@@ -1648,7 +1930,10 @@ static void op_part_of_a_step(world *w, slot *s) {
     double value = 0.0;
     ms_result result;
     const uint64_t faults = w->faults;
-    switch (below(w, 5)) {
+    switch (below(w, 6)) {
+    case 5:
+        told(s, ms_set_gradient_factor(s->model, one_in(w, 8) ? a_rate(w) : 0.5f));
+        return;
     case 0:
         result = ms_forward(s->model, &value);
         break;
@@ -1756,7 +2041,7 @@ static uint64_t gradients_digest(slot *s, bool with_backward) {
     for (uint32_t i = 0; i < s->tensor_count && with_backward; ++i) {
         const ms_tensor g = ms_gradient(s->model, s->tensors[i]);
         const uint64_t bytes = ms_tensor_bytes(s->model, g);
-        if (s->kinds[i] == KIND_PARAM && g.id != 0 && bytes <= LARGEST_BLOCK) {
+        if (g.id != 0 && bytes <= LARGEST_BLOCK) {
             void *data = exact_block(bytes);
             const bool is_there = ms_read(s->model, g, data) == MS_RESULT_OK;
             h = is_there ? digest(h, data, (size_t)bytes) : h;
@@ -1786,26 +2071,21 @@ static void shelve(slot *s, shelf *on, bool back) {
     }
 }
 
-/* Another number of micro-batches gives up those that were. */
+/* Plans when no step is under way. */
 static ms_result plan_anew(slot *s, uint32_t micro_count, ms_result (*plan)(ms_model *)) {
-    ms_set_accumulation(s->model, micro_count + 1);
-    const ms_result result = told(s, plan(s->model));
+    ms_cancel(s->model);
+    if (told(s, ms_eval(s->model, NULL)) != MS_RESULT_CANCELLED) {
+        told(s, ms_step_slice(s->model, 1, NULL));
+    }
     ms_set_accumulation(s->model, micro_count);
-    return result == MS_RESULT_OK ? told(s, plan(s->model)) : result;
+    return msi_flag_is_set(&s->model->cancel) ? MS_RESULT_ORDER : told(s, plan(s->model));
 }
 
-/* The plan changes no number: the plain one gives the same loss and gradients. */
-static void op_compare(world *w, slot *s) {
+/* The present plan changes no number: the plain one gives the same loss and gradients. */
+static void compare_with_plain(world *w, slot *s, uint32_t micro_count) {
     ms_memory_report r;
     shelf buffers;
     memset(&r, 0, sizeof r);
-    w->allocation_fails_in = w->backend_fails_in = w->callback_fails_in = 0;
-    const uint32_t micro_count = 1 + below(w, 3);
-    const bool is_cancelled = s->model && msi_flag_is_set(&s->model->cancel);
-    if (!s->has_plan || s->config.dry_run || is_cancelled ||
-        plan_anew(s, micro_count, ms_wrap) != MS_RESULT_OK) {
-        return;
-    }
     CHECK(ms_report(s->model, &r) == MS_RESULT_OK);
     memset(&buffers, 0, sizeof buffers);
     const uint64_t faults = w->faults;
@@ -1813,13 +2093,103 @@ static void op_compare(world *w, slot *s) {
     show_plan(s);
     const uint64_t planned = gradients_digest(s, !r.early_update);
     const ms_result detached = plan_anew(s, micro_count, ms_detach);
-    CHECK(detached == MS_RESULT_OK || faults != w->faults);
+    CHECK(detached == MS_RESULT_OK || faults != w->faults || msi_flag_is_set(&s->model->cancel));
     show_plan(s);
     shelve(s, &buffers, true);
     const uint64_t plain = gradients_digest(s, !r.early_update);
-    CHECK(planned == plain || detached != MS_RESULT_OK || faults != w->faults);
+    CHECK(planned == plain || detached != MS_RESULT_OK || faults != w->faults || rounds(s));
     for (uint32_t i = 0; i < TENSORS; ++i) {
         free(buffers.data[i]);
+    }
+}
+
+/* Whether two passes can be compared: nothing fails, and nothing is to end the first one. */
+static bool can_compare(world *w, const slot *s) {
+    w->allocation_fails_in = w->backend_fails_in = w->callback_fails_in = 0;
+    return s->has_plan && !s->config.dry_run && !msi_flag_is_set(&s->model->cancel);
+}
+
+static void op_compare(world *w, slot *s) {
+    const uint32_t micro_count = 1 + below(w, 3);
+    if (can_compare(w, s) && plan_anew(s, micro_count, ms_wrap) == MS_RESULT_OK) {
+        compare_with_plain(w, s, micro_count);
+    }
+}
+
+/* The library compares too. */
+static void op_verify(world *w, slot *s) {
+    ms_verify_report r;
+    ms_nonfinite found;
+    const uint64_t faults = w->faults;
+    const ms_result result = told(s, ms_verify(s->model, NULL, NULL, &r));
+    CHECK(result != MS_RESULT_OK || faults != w->faults || r.differ_count == 0 || rounds(s));
+    told(s, ms_find_nonfinite(s->model, &found));
+}
+
+// ------------------------------------------------------------------------------------------------
+// operations: files
+
+/* Another model may load it. */
+static void op_save_plan(world *w, slot *s) {
+    const ms_sink sink = plan_sink(w);
+    w->plan.bytes = 0;
+    const ms_result result = told(s, ms_plan_save(s->model, one_in(w, 32) ? NULL : &sink));
+    CHECK(result != MS_RESULT_OK || s->has_plan);
+    w->plan.bytes = result == MS_RESULT_OK ? w->plan.bytes : 0;
+}
+
+static void change_bytes(world *w, file_image *f, size_t first) {
+    for (uint32_t n = below(w, 4); n > 0 && f->bytes > first; --n) {
+        const size_t at = first + ((size_t)take(w) << 8 | take(w)) % (f->bytes - first);
+        f->data[at] = one_in(w, 2) ? take(w) : (uint8_t)((uint32_t)f->data[at] ^ 1u << below(w, 7));
+    }
+}
+
+/* A plan that was changed is refused, or gives the numbers of the plain one. */
+static void op_load_plan(world *w, slot *s) {
+    static file_image f;
+    const uint32_t micro_count = s->model != NULL ? s->model->config.accumulation_steps : 0;
+    const bool is_clean = can_compare(w, s) && plan_anew(s, micro_count, ms_detach) == MS_RESULT_OK;
+    const bool is_changed = one_in(w, 4);
+    const uint64_t faults = w->faults;
+    f = w->plan;
+    if (is_changed && f.bytes > MSI_PLAN_SUM_BYTES) {
+        change_bytes(w, &f, one_in(w, 4) ? 0 : f.bytes < 99 ? f.bytes / 2 : PLAN_FILES_HEAD);
+        plan_file_mend(f.data, f.bytes);
+    }
+    ms_result result = MS_RESULT_INVALID;
+    for (int mends = 0; mends < 4 && result == MS_RESULT_INVALID; ++mends) {
+        const ms_source source = source_of(&f);
+        result = told(s, ms_plan_load(s->model, &source));
+        result = result == MS_RESULT_OK ? told(s, ms_wrap(s->model)) : result;
+        if (!is_changed || result != MS_RESULT_INVALID ||
+            !plan_file_mend_programs(f.data, &f.bytes, ms_last_error(s->model))) {
+            break;
+        }
+    }
+    CHECK(!s->has_refused || result != MS_RESULT_OK);
+    if (result != MS_RESULT_OK) {
+        return;
+    }
+    s->has_plan = true;
+    write_missing(s);
+    check_report(s, true);
+    CHECK(faults != w->faults || plan_digest(s) != 0);
+    if (is_clean) {
+        compare_with_plain(w, s, micro_count);
+    }
+}
+
+/* What is saved is loaded again, by any model. */
+static void op_files(world *w, slot *s) {
+    if (one_in(w, 2)) {
+        const ms_sink sink = {write_file, &w->run};
+        w->run.bytes = 0;
+        told(s, ms_save(s->model, &sink));
+    } else {
+        const ms_source source = source_of(&w->run);
+        const ms_load_options options = {one_in(w, 2), one_in(w, 2), true, NULL, NULL, NULL};
+        told(s, ms_load(s->model, &source, &options));
     }
 }
 
@@ -1863,6 +2233,11 @@ static const operation operations[] = {
     {"cancel", op_cancel},
     {"suspend", op_suspend},
     {"resume", op_resume},
+    {"group", op_group},
+    {"save plan", op_save_plan},
+    {"load plan", op_load_plan},
+    {"verify", op_verify},
+    {"files", op_files},
 };
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 

@@ -106,7 +106,13 @@
     X(DID_UPDATE_EARLY, 20)                                                                        \
     X(DID_CLIP, 5)                                                                                 \
     X(MUON, 5)                                                                                     \
-    X(ADAFACTOR, 5)
+    X(ADAFACTOR, 5)                                                                                \
+    X(UPDATE_WORKSPACE, 8)                                                                         \
+    X(SKIPPING, 5)                                                                                 \
+    X(GRADIENT_FACTOR, 15)                                                                         \
+    X(PAUSED, 10)                                                                                  \
+    X(LOADED_PLAN, 10)                                                                             \
+    X(DID_SKIP_STEP, 2)
 
 #define RD_X(name, share) RD_##name,
 typedef enum rd_feature { RD_FEATURES(RD_X) RD_FEATURE_COUNT } rd_feature;
@@ -189,6 +195,8 @@ typedef struct rd_graph {
     ms_optimizer_desc optimizer;        // of params in no group
     ms_optimizer_desc group[RD_GROUPS]; // of the others; rd_value.group counts these from 1
     uint32_t group_count;
+    bool has_update_space; // the trainer's own update has scratch memory
+    bool varies; // the factor of the gradients, and which params are paused, from step to step
     uint8_t seen[RD_FEATURE_COUNT];
     bool has_no_loss; // nothing is minimised: it is only evaluated
     /* NULL, or makes the desc of a layer one for where the next net is to run. */
@@ -744,6 +752,39 @@ static inline void rd_add_loss(rd_graph *g, bool auxiliary) {
     g->loss = out;
 }
 
+/* Scratch memory of the trainer's own update: a float for each element. */
+static inline uint64_t rd_update_bytes(const ms_shape *shape, void *user) {
+    (void)user;
+    return ms_shape_count(shape) * sizeof(float);
+}
+
+/* What came to updates later, so that graphs stay what they were: scratch memory, steps that are skipped,
+   and what changes between steps. */
+static inline void rd_vary_updates(rd_graph *g) {
+    t_rng rng = t_seed(g->seed ^ 0x76617279);
+    ms_optimizer_desc *o = &g->optimizer;
+    g->has_update_space = o->kind == MS_OPTIMIZER_CUSTOM && t_chance(&rng, 0.5);
+    if (o->kind != MS_OPTIMIZER_NONE && t_chance(&rng, 0.12)) {
+        o->skip_above_norm = 0.05f * (float)(1u << t_below(&rng, 8));
+    }
+    g->varies = t_chance(&rng, 0.3);
+    g->seen[RD_UPDATE_WORKSPACE] = g->has_update_space;
+    g->seen[RD_SKIPPING] = o->skip_above_norm > 0.0f;
+}
+
+/* What is set before the micro-batch of this round: a factor, 0 for none, and whether a param is paused. */
+static inline float rd_factor_at(const rd_graph *g, uint64_t round) {
+    t_rng rng = t_seed(g->seed ^ round << 20 ^ 0x6661);
+    const uint32_t power = t_below(&rng, 6);
+    return g->varies ? 0.125f * (float)(1u << power) : 0.0f;
+}
+
+static inline bool rd_is_paused(const rd_graph *g, uint32_t value, uint64_t round) {
+    t_rng rng = t_seed(g->seed ^ round << 20 ^ (uint64_t)value << 40 ^ 0x7061);
+    const rd_value *v = &g->value[value];
+    return v->role == RD_PARAM && !v->frozen && g->varies && t_chance(&rng, 0.3);
+}
+
 static inline void rd_random_optimizer(rd_graph *g) {
     ms_optimizer_desc *o = &g->optimizer;
     double kind = t_unit(&g->rng);
@@ -844,7 +885,8 @@ static inline uint32_t rd_norm_count(const rd_graph *g, float *limits) {
 
 static inline bool rd_clips(const rd_graph *g) {
     float limits[1 + RD_GROUPS];
-    return g->optimizer.grad_clip_norm > 0.0f || rd_norm_count(g, limits) > 1;
+    return g->optimizer.grad_clip_norm > 0.0f || g->optimizer.skip_above_norm > 0.0f ||
+           rd_norm_count(g, limits) > 1;
 }
 
 static inline void rd_freeze_prefix(rd_graph *g) {
@@ -1030,6 +1072,7 @@ static inline rd_graph *rd_generate(uint64_t seed) {
     }
     rd_choose_dtypes(g);
     rd_random_matrices(g);
+    rd_vary_updates(g);
     rd_count_features(g);
     return g;
 }
@@ -1970,9 +2013,19 @@ static inline int rd_backward(const ms_call *call) {
    is borrowed. */
 static inline int rd_update(const ms_update_args *args) {
     const rd_graph *g = (const rd_graph *)args->user;
+    const bool has_space = args->call != NULL && g->has_update_space;
     float scale = args->gradient_scale == NULL ? 1.0f : *args->gradient_scale;
+    float own[RD_ELEMENTS];
+    float *steps = has_space ? (float *)args->call->workspace : own;
+    if (has_space && (args->call->workspace_bytes < args->count * sizeof(float) ||
+                      ms_shape_count(&args->shape) != args->count)) {
+        return RD_CALLBACK_ERROR;
+    }
+    for (uint64_t i = 0; i < args->count; ++i) { // all before the first result
+        steps[i] = args->gradient[i] * scale + args->weight_decay * args->value[i];
+    }
     for (uint64_t i = 0; i < args->count; ++i) {
-        float step = args->gradient[i] * scale + args->weight_decay * args->value[i];
+        float step = steps[i];
         for (uint32_t k = 0; k < g->optimizer.state_count; ++k) {
             args->state[k][i] = 0.5f * args->state[k][i] + step;
             step = 0.5f * args->state[k][i];
@@ -2136,9 +2189,11 @@ typedef struct rd_reference {
     bool has_gradient[RD_VALUES], takes_part[RD_VALUES];
     float *state[RD_VALUES][RD_STATES];
     float loss_factor, learning_rate; // as the model was told
-    float gradient_factor;            // of a step that ends before its last micro-batch; 0: 1
+    float gradient_factor; // set, or of a step that ends before its last micro-batch; 0: 1
+    float given_factor;    // by rd_reference_write; 0: none
+    bool paused[RD_VALUES];
     double norm;
-    uint64_t updates;
+    uint64_t updates[RD_VALUES];
 } rd_reference;
 
 static inline rd_reference *rd_reference_create(rd_graph *g, char *failure) {
@@ -2390,17 +2445,18 @@ static inline bool rd_reference_backward(rd_reference *r) {
     return fine;
 }
 
-/* The norms of the gradients, and the factors that bring them down to their limits. */
-static inline void rd_reference_clip(rd_reference *r, ms_norm *norms) {
+/* The norms of the gradients, and the factors that bring them down to their limits. Whether the step is
+   skipped. */
+static inline bool rd_reference_clip(rd_reference *r, ms_norm *norms) {
     const rd_graph *g = r->run.graph;
     float limits[1 + RD_GROUPS];
     uint32_t nonfinite = 0;
     if (!rd_clips(g)) {
-        return;
+        return false;
     }
     const uint32_t count = rd_norm_count(g, limits);
     for (uint32_t i = 0; i < g->value_count; ++i) {
-        if (g->value[i].role == RD_PARAM && r->takes_part[i]) {
+        if (g->value[i].role == RD_PARAM && r->takes_part[i] && !r->paused[i]) {
             assert_int_equal(r->cpu.add_squares(r->cpu.user, r->gradient[i], MS_DTYPE_F32,
                                                 rd_count(&g->value[i], r->run.size),
                                                 &norms[rd_norm_of(g, g->value[i].group)].sum, 1,
@@ -2411,9 +2467,12 @@ static inline void rd_reference_clip(rd_reference *r, ms_norm *norms) {
     ms_step_state state;
     memset(&state, 0, sizeof state);
     state.gradient_factor = r->gradient_factor;
+    state.skip_above = g->optimizer.skip_above_norm;
     assert_int_equal(r->cpu.clip_scale(r->cpu.user, norms, limits, count, &state, NULL, 0), 0);
     r->norm = state.norm;
     r->run.seen[RD_DID_CLIP] |= norms[0].scale < 1.0f;
+    r->run.seen[RD_DID_SKIP_STEP] |= state.halted == (uint32_t)MS_HALT_SKIPPED;
+    return state.halted != (uint32_t)MS_HALT_NONE;
 }
 
 /* All but the arrays. */
@@ -2563,15 +2622,18 @@ static inline void rd_reference_update(rd_reference *r) {
     rd_graph *g = r->run.graph;
     ms_norm norms[1 + RD_GROUPS];
     memset(norms, 0, sizeof norms);
-    rd_reference_clip(r, norms);
-    r->updates += 1;
-    for (uint32_t i = 0; i < g->value_count && g->optimizer.kind != MS_OPTIMIZER_NONE; ++i) {
+    const bool skips = rd_reference_clip(r, norms) || g->optimizer.kind == MS_OPTIMIZER_NONE;
+    for (uint32_t i = 0; i < g->value_count && !skips; ++i) {
         ms_update_args args;
-        if (g->value[i].role != RD_PARAM || !r->takes_part[i]) {
+        if (g->value[i].role != RD_PARAM || r->paused[i]) {
+            continue;
+        }
+        r->updates[i] += 1;
+        if (!r->takes_part[i]) {
             continue;
         }
         memset(&args, 0, sizeof args);
-        rd_fill_update(&args, g, i, r->run.size, r->learning_rate, r->updates);
+        rd_fill_update(&args, g, i, r->run.size, r->learning_rate, r->updates[i]);
         args.value = (float *)r->data[i];
         args.gradient = r->gradient[i];
         args.gradient_scale = rd_clips(g) ? &norms[rd_norm_of(g, g->value[i].group)].scale
@@ -2742,6 +2804,7 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
     }
     ms_optimizer_desc optimizer = g->optimizer;
     optimizer.update = optimizer.kind == MS_OPTIMIZER_CUSTOM ? rd_update : NULL;
+    optimizer.workspace = optimizer.update != NULL && g->has_update_space ? rd_update_bytes : NULL;
     optimizer.user = g;
     ms_set_optimizer(n->model, &optimizer);
     ms_param_group groups[1 + RD_GROUPS];
@@ -2879,10 +2942,27 @@ static inline bool rd_lend_elsewhere(rd_net *n) {
     return fine;
 }
 
+/* Sets what changes from step to step. */
+static inline bool rd_net_vary(rd_net *n, uint64_t round) {
+    rd_graph *g = n->run.graph;
+    bool fine = !g->varies || ms_set_gradient_factor(n->model, rd_factor_at(g, round)) == 0;
+    for (uint32_t i = 0; i < g->value_count && fine && g->varies; ++i) {
+        const bool paused = rd_is_paused(g, i, round);
+        fine = g->value[i].role != RD_PARAM ||
+               ms_set_paused(n->model, n->handle[i], paused) == MS_RESULT_OK;
+        g->seen[RD_PAUSED] |= paused;
+    }
+    g->seen[RD_GRADIENT_FACTOR] |= g->varies;
+    return fine || rd_fail(&n->run, "%s", ms_last_error(n->model));
+}
+
 /* Writes inputs, what else needs it after ms_reshape (again), or everything (round 0). */
 static inline bool rd_net_write(rd_net *n, uint64_t round, bool again) {
     const rd_graph *g = n->run.graph;
     uint64_t data[RD_ELEMENTS];
+    if (round > 0 && !again && !rd_net_vary(n, round)) {
+        return false;
+    }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
         bool needs = v->role == RD_INPUT || (again && v->role == RD_BUFFER && v->axes != 0) ||
@@ -2900,8 +2980,10 @@ static inline bool rd_net_write(rd_net *n, uint64_t round, bool again) {
 
 static inline void rd_reference_write(rd_reference *r, uint64_t round, bool again) {
     const rd_graph *g = r->run.graph;
+    r->gradient_factor = r->given_factor = again ? r->given_factor : rd_factor_at(g, round);
     for (uint32_t i = 0; i < g->value_count; ++i) {
         const rd_value *v = &g->value[i];
+        r->paused[i] = again ? r->paused[i] : rd_is_paused(g, i, round);
         if (v->role == RD_INPUT || (again && v->role == RD_BUFFER && v->axes != 0)) {
             rd_initial(g, i, r->run.size, round, r->data[i]);
         }

@@ -6,6 +6,7 @@
 #include "toy_layers.h"
 #include "random_dag.h"
 #include "slices.h"
+#include "files.h"
 
 /* The emulated device is some ten times slower. */
 #ifdef T_CUDA
@@ -460,7 +461,8 @@ static bool reference_micro(trial *t, uint32_t micro) {
         return true;
     }
     r->run.micro = micro;
-    r->gradient_factor = mean ? (float)t->graph->accumulation / (float)t->micros : 0.0f;
+    const float of_mean = mean ? (float)t->graph->accumulation / (float)t->micros : 1.0f;
+    r->gradient_factor = r->given_factor > 0.0f ? r->given_factor * of_mean : mean ? of_mean : 0.0f;
     for (uint32_t i = 0; i < t->graph->layer_count; ++i) {
         r->run.op[i].seed = t->net[0]->run.op[i].seed;
     }
@@ -1072,7 +1074,8 @@ static bool step_all(trial *t) {
     const msi_timing *timing = t->net[t->net_count - 1]->model->run.timing;
     bool plans =
         timing != NULL && timing->warmup == MSI_WARMUP_PLAN; // at the beginning of the step
-    bool simple = t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
+    bool simple = !t->graph->varies && t->graph->optimizer.skip_above_norm == 0.0f &&
+                  t->graph->accumulation == 1 && t->arena == NULL && !plans && !t->mixed &&
                   t->graph->seen[RD_FROZEN_MEANWHILE] == 0; // which restarts AdamW's count
     t->replay = simple && t_chance(&t->rng, 0.2) ? t->net_count - 1 : 0;
     t->micros = t->graph->accumulation;
@@ -1177,6 +1180,28 @@ static bool any_lent(const rd_graph *g) {
             g->seen[RD_BORROWED_GRADIENT] | g->seen[RD_BORROWED_STATE]) != 0;
 }
 
+/* The plans of a model are saved, and it loads them. */
+static bool reload_plans(rd_net *n) {
+    static t_file file;
+    ms_memory_report before, after;
+    ms_sink sink;
+    ms_source source;
+    t_file_clear(&file);
+    sink.write = t_file_write;
+    source.read = t_file_read;
+    sink.user = source.user = &file;
+    if (!TRY(n, ms_report(n->model, &before)) || !TRY(n, ms_plan_save(n->model, &sink))) {
+        return false;
+    }
+    source.size = file.bytes;
+    if (!TRY(n, ms_plan_load(n->model, &source)) || !TRY(n, ms_wrap(n->model)) ||
+        !TRY(n, ms_report(n->model, &after))) {
+        return false;
+    }
+    n->run.seen[RD_LOADED_PLAN] = 1;
+    return before.plan_hash == after.plan_hash || rd_fail(&n->run, "the loaded plan is another");
+}
+
 /* What may happen to one model between steps, and must change nothing. */
 static bool disturb(trial *t, uint32_t k) {
     rd_net *n = t->net[k];
@@ -1196,6 +1221,8 @@ static bool disturb(trial *t, uint32_t k) {
     } else if (k > 0 && t_chance(&t->rng, 0.15)) {
         seen[RD_WRAPPED_AGAIN] = 1;
         return wrap_within(t, k);
+    } else if (k > 0 && !t->is_plain[k] && t->graph->seed % 4 == 1) {
+        return reload_plans(n);
     }
     return true;
 }

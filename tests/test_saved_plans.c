@@ -11,6 +11,7 @@
 #include "virtual.h"
 #include "late_dag.h"
 #include "files.h"
+#include "plan_files.h"
 
 enum { STEPS = 3, MOST_BYTES = 1 << 16 };
 
@@ -61,6 +62,10 @@ static rd_net *make_net(pair *p, int k, const ms_config *config) {
     rd_net *n = rd_net_create(p->g, &own, k ? "loads" : "plans", p->failure, false);
     if (p->half) {
         rd_force_half(n, p->g->seed);
+    }
+    if (p->g->seed % 4 == 1) { // a value that must move may be dropped too
+        t_rng rng = t_seed(p->g->seed);
+        rd_force_moves(n, &rng);
     }
     if (p->codes && p->failure[0] == 0) { // which params have state is known once there is a plan
         t_ok(n->model, ms_detach(n->model));
@@ -875,46 +880,6 @@ static void every_allocation_may_fail(void **state) {
     ms_destroy(m);
 }
 
-/* Makes the checksum right. */
-static void mend(t_file *f) {
-    uint64_t sum = msi_hash_bytes(0, f->data, f->bytes - MSI_PLAN_SUM_BYTES) | (uint64_t)1 << 63;
-    for (int k = 0; k < MSI_PLAN_SUM_BYTES; ++k, sum >>= 7) {
-        f->data[f->bytes - MSI_PLAN_SUM_BYTES + (size_t)k] =
-            (uint8_t)((sum & 127) | (k + 1 < MSI_PLAN_SUM_BYTES ? 128u : 0u));
-    }
-}
-
-/* The bytes of a number in a file. */
-static size_t encode(uint64_t number, uint8_t *bytes) {
-    size_t count = 0;
-    for (; number > 127; number >>= 7) {
-        bytes[count++] = (uint8_t)((number & 127) | 128);
-    }
-    bytes[count] = (uint8_t)number;
-    return count + 1;
-}
-
-/* Gives a file that was refused for its programs alone the hash of those to which it leads. */
-static bool mend_programs(t_file *f, const char *error) {
-    unsigned long long there, here;
-    uint8_t old[16], now[16];
-    const char *numbers = strstr(error, "another program") ? strrchr(error, '(') : NULL;
-    if (!numbers || sscanf(numbers, "(%llx, and here %llx)", &there, &here) != 2) {
-        return false;
-    }
-    const size_t before = encode(there, old), after = encode(here, now);
-    for (size_t at = 60; at + before < f->bytes; ++at) {
-        if (memcmp(f->data + at, old, before) == 0) {
-            memmove(f->data + at + after, f->data + at + before, f->bytes - at - before);
-            memcpy(f->data + at, now, after);
-            f->bytes = f->bytes + after - before;
-            mend(f);
-            return true;
-        }
-    }
-    return false;
-}
-
 static void a_file_that_is_damaged_is_refused(void **state) {
     (void)state;
     const setting s = plain_setting();
@@ -1032,11 +997,11 @@ static void a_file_that_was_made_up_is_refused_or_right(void **state) {
                     (uint8_t)(t_chance(&rng, 0.5) ? made.data[at] ^ 1u << t_below(&rng, 7)
                                                   : t_below(&rng, 256));
             }
-            mend(&made);
+            plan_file_mend(made.data, made.bytes);
             ms_result result = load_plan(b, &made);
             result = result == MS_RESULT_OK ? ms_wrap(b) : result;
-            for (int mends = 0;
-                 mends < 4 && result == MS_RESULT_INVALID && mend_programs(&made, ms_last_error(b));
+            for (int mends = 0; mends < 4 && result == MS_RESULT_INVALID &&
+                                plan_file_mend_programs(made.data, &made.bytes, ms_last_error(b));
                  ++mends) {
                 result = load_plan(b, &made);
                 result = result == MS_RESULT_OK ? ms_wrap(b) : result;
