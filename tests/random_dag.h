@@ -2765,6 +2765,11 @@ static inline void rd_lend_all(rd_net *n) {
     }
 }
 
+/* The largest size of an axis that steps may have; evals may have larger ones. */
+static inline int64_t rd_largest_trained(const rd_graph *g, uint32_t axis) {
+    return g->trains[axis] > 0 ? g->trains[axis] : g->largest[axis];
+}
+
 /* A model as far as registration. Failures lie in the run. */
 static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const char *name,
                                     char *failure, bool bare) {
@@ -2783,7 +2788,7 @@ static inline rd_net *rd_net_create(rd_graph *g, const ms_config *config, const 
         return n;
     }
     for (uint32_t i = 0; i < g->axis_count; ++i) {
-        const int64_t largest = g->trains[i] > 0 ? g->trains[i] : g->largest[i];
+        const int64_t largest = rd_largest_trained(g, i);
         axes[i] = ms_add_axis(n->model, names[i], g->size[i], largest);
         if (largest < g->largest[i]) {
             ms_set_eval_largest(n->model, axes[i], g->largest[i]);

@@ -1137,7 +1137,7 @@ static bool reshape_all(trial *t, bool beyond) {
     int64_t size[RD_AXIS_LIMIT];
     rd_graph *g = t->graph;
     for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
-        const int64_t largest = g->trains[i] > 0 && !beyond ? g->trains[i] : g->largest[i];
+        const int64_t largest = beyond ? g->largest[i] : rd_largest_trained(g, i);
         size[i] = i < g->axis_count ? 1 + (int64_t)t_below(&t->rng, (uint32_t)largest) : g->size[i];
         size[i] = beyond && g->trains[i] > 0 ? largest : size[i];
     }

@@ -1280,7 +1280,7 @@ static bool reshape_all(trial *t) {
     int64_t size[RD_AXIS_LIMIT];
     for (uint32_t i = 0; i < RD_AXIS_LIMIT; ++i) {
         size[i] = i < t->graph->axis_count
-                      ? 1 + (int64_t)t_below(&t->rng, (uint32_t)t->graph->largest[i])
+                      ? 1 + (int64_t)t_below(&t->rng, (uint32_t)rd_largest_trained(t->graph, i))
                       : t->graph->size[i];
     }
     rd_net *const nets[] = {t->plain, t->nested};
