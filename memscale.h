@@ -1,4 +1,4 @@
-/*  memscale.h - v0.8.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.9.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -264,8 +264,11 @@
     one of them; ms_gradient_norm returns NONFINITE for a step that its norm has halted. Renamed, of
     the functions under >>formats: msi_units_of_signed and msi_units_of_unsigned to msi_signed_value
     and msi_unsigned_value. 0.8.0: runs are saved and resumed, in safetensors files (ms_save, ms_load
-    and what follows them); ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE; frozen params of any
-    dtype, and offloading of buffers that no layer changes.
+    and what follows them); ms_set_step_count; ms_tensor_dtype; MS_RESULT_FILE. 0.9.0: groups of
+    params; Nesterov's momentum, Adafactor, Muon; shape, products and scratch memory in updates of
+    the trainer's own; frozen params of any dtype, offloading of buffers that no layer changes;
+    models without a loss, larger evals; ms_want_gradient, ms_set_gradient_dtype,
+    ms_set_gradient_factor, ms_set_paused, skip_above_norm; plans in files, MEMSCALE_NO_PLANNER.
 
   TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -295,7 +298,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 8
+#define MEMSCALE_VERSION_MINOR 9
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
