@@ -22993,7 +22993,9 @@ static MSI_COLD void msi_file_programs(msi_saved_plans *f, const msi_store *stor
 }
 
 static MSI_COLD void msi_file_mark(msi_saved_plans *f) {
-    msi_file_same(f, MSI_PLAN_MARK, "mark: ms_plan_save has not written it");
+    if (msi_file_number(f, MSI_PLAN_MARK, UINT64_MAX) != MSI_PLAN_MARK) {
+        MSI_REFUSE_PLAN(f, "ms_plan_save has not written it");
+    }
     msi_file_same(f, MSI_PLAN_VERSION, "version: save it by this version of the library");
 }
 

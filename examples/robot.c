@@ -575,7 +575,9 @@ static settings parse_options(int argc, char **argv) {
          "load the file of --state once more after S seconds"},
         {"--die", "S", OPTION_REAL, &o.die, "kill the process after S seconds"},
         {"--real", NULL, OPTION_FLAG, &o.real, "ticks are 5 ms apart"},
+#ifndef MEMSCALE_NO_PLANNER // which leaves out debug mode
         {"--debug", NULL, OPTION_FLAG, &o.debug, OPTION_DEBUG_HELP},
+#endif
     };
     if (take_options("[options]\nA robot arm at 200 Hz that learns while it moves, without a heap.",
                      specs, OPTIONS_IN(specs), argc, argv, NULL) != 0) {
