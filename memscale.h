@@ -975,8 +975,10 @@ typedef struct ms_config {
        is not OFF, and sums over rows are rounded in another order. A warning names what is still
        longer; so does ms_memory_report.longest_us. */
     double max_instruction_us;
-    uint64_t seed;            // ms_call.seed is derived from it
-    ms_switch master_weights; // DEFAULT and ON: a param in 16 bits has its value in F32 beside it
+    uint64_t seed; // ms_call.seed is derived from it
+    /* DEFAULT and ON: a param in 16 bits has its value in F32 beside it. OFF: its 16 bits are all there
+       is, also where it is frozen: see PRECISION. */
+    ms_switch master_weights;
     ms_dtype mixed_dtype; // BF16 or F16. 0: BF16, or F16 where the device computes in that alone
     ms_loss_scaling loss_scaling; // of plans in F16
     uint32_t accumulation_steps;  // micro-batches per step; 0: 1
