@@ -29705,8 +29705,9 @@ static ms_result msi_start(ms_model *m, const msi_program *p) {
     }
     m->run.loss = m->loss;
     m->run.step_factor = msi_step_factor(m, &m->loss);
-    msi_drop_step(&m->run);
-    m->run.gradient_factor = m->run.given_factor;
+    const bool is_dropped =
+        m->run.progress == MSI_PROGRESS_BACKWARD; // the step that had the factor
+    m->run.gradient_factor = is_dropped ? 0.0f : m->run.given_factor;
     return msi_start_at(m, p, 0, false);
 }
 

@@ -1646,7 +1646,7 @@ static void op_mark(world *w, slot *s) {
         // of an activation that the layer to come will make; others have theirs already
         const ms_tensor t = add_tensor(s, KIND_ACTIVATION, MS_DTYPE_F32, s->shape);
         ms_set_gradient_dtype(s->model, one_in(w, 8) ? a_tensor(w, s) : t,
-                              (ms_dtype)(one_in(w, 4) ? below(w, 12) : MS_DTYPE_BF16));
+                              (ms_dtype)(one_in(w, 4) ? below(w, 12) : (uint32_t)MS_DTYPE_BF16));
         make_layer(w, s, t);
     } else if ((x & 1) != 0) {
         ms_set_on_host(s->model, a_tensor_of(w, s, (x & 2) != 0 ? KIND_BUFFER : KIND_INPUT));
@@ -2141,7 +2141,7 @@ static void op_save_plan(world *w, slot *s) {
 static void change_bytes(world *w, file_image *f, size_t first) {
     for (uint32_t n = below(w, 4); n > 0 && f->bytes > first; --n) {
         const size_t at = first + ((size_t)take(w) << 8 | take(w)) % (f->bytes - first);
-        f->data[at] = one_in(w, 2) ? take(w) : (uint8_t)((uint32_t)f->data[at] ^ 1u << below(w, 7));
+        f->data[at] = (uint8_t)(one_in(w, 2) ? take(w) : (uint32_t)f->data[at] ^ 1u << below(w, 7));
     }
 }
 
@@ -2154,7 +2154,10 @@ static void op_load_plan(world *w, slot *s) {
     const uint64_t faults = w->faults;
     f = w->plan;
     if (is_changed && f.bytes > MSI_PLAN_SUM_BYTES) {
-        change_bytes(w, &f, one_in(w, 4) ? 0 : f.bytes < 99 ? f.bytes / 2 : PLAN_FILES_HEAD);
+        change_bytes(w, &f,
+                     one_in(w, 4)   ? 0
+                     : f.bytes < 99 ? f.bytes / 2
+                                    : (size_t)PLAN_FILES_HEAD);
         plan_file_mend(f.data, f.bytes);
     }
     ms_result result = MS_RESULT_INVALID;

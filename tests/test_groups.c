@@ -1225,7 +1225,9 @@ static ms_memory_report plan_of(uint64_t seed, uint32_t groups, bool smallest) {
     for (uint32_t k = 0; k < groups; ++k) {
         g->group[k] = g->optimizer;
         g->group[k].update = g->optimizer.kind == MS_OPTIMIZER_CUSTOM ? rd_update : NULL;
+        g->group[k].workspace = g->has_update_space ? rd_update_bytes : NULL;
         g->group[k].user = g;
+        g->group[k].skip_above_norm = 0.0f; // steps are skipped as a whole
     }
     for (uint32_t i = 0; i < g->value_count; ++i) {
         g->value[i].group = (uint8_t)(groups > 0 ? 1 + i % groups : 0);

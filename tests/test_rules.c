@@ -1238,7 +1238,7 @@ static void check_decisions(const ms_model *m) {
 
 static void decisions_of_random_graphs(void **state) {
     (void)state;
-    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(20, 150));
+    const uint64_t count = t_environment("MEMSCALE_TEST_DAGS", t_sweep(30, 150));
     uint32_t applied[2] = {0, 0}, rules = 0;
     bool met[MSI_RULE_COUNT];
     memset(met, 0, sizeof met);
