@@ -2074,9 +2074,9 @@ static void shelve(slot *s, shelf *on, bool back) {
 
 /* Plans when no step is under way. */
 static ms_result plan_anew(slot *s, uint32_t micro_count, ms_result (*plan)(ms_model *)) {
-    ms_cancel(s->model);
-    if (told(s, ms_eval(s->model, NULL)) != MS_RESULT_CANCELLED) {
-        told(s, ms_step_slice(s->model, 1, NULL));
+    ms_cancel(s->model); // which gives up the micro-batches that are done, where it ends a step
+    if (told(s, ms_step_slice(s->model, 1, NULL)) != MS_RESULT_CANCELLED) {
+        told(s, ms_eval(s->model, NULL));
     }
     ms_set_accumulation(s->model, micro_count);
     return msi_flag_is_set(&s->model->cancel) ? MS_RESULT_ORDER : told(s, plan(s->model));
