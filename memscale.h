@@ -24290,6 +24290,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         }
         if (!known) {
             *bytes = msi_smaller(*bytes, msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL));
+            *bytes = msi_smaller(*bytes, msi_tried_bytes(&t, MSI_GOAL_BUDGET, MSI_NO_BUDGET, NULL));
         }
     }
     msi_set_sizes(&m->graph, sizes);

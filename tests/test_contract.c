@@ -1354,6 +1354,18 @@ static void random_graphs_are_equal_bit_for_bit(void **state) {
     }
 }
 
+/* Graphs whose plain plan is laid out better than the smallest one that the search finds. */
+static void the_smallest_budget_is_that_of_a_plain_plan(void **state) {
+    (void)state;
+    static trial t;
+    static const uint64_t seeds[] = {471, 5309};
+    for (uint32_t i = 0; i < sizeof seeds / sizeof seeds[0]; ++i) {
+        (void)run_trial(&t, seeds[i], RD_FAULT_NONE, false, false);
+        trial_end(&t);
+        assert_string_equal(t.failure, "");
+    }
+}
+
 /* The same graphs without a loss, with values in 16 bits or without: evals agree. */
 static void graphs_without_a_loss_are_evaluated(void **state) {
     (void)state;
@@ -1551,6 +1563,7 @@ static void dry_runs_hand_out_whole_plans(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(random_graphs_are_equal_bit_for_bit),
+        cmocka_unit_test(the_smallest_budget_is_that_of_a_plain_plan),
         cmocka_unit_test(graphs_without_a_loss_are_evaluated),
         cmocka_unit_test(mixed_graphs_are_equal_bit_for_bit),
         cmocka_unit_test(the_graphs_cover_the_contract),
