@@ -22614,9 +22614,9 @@ enum {
     MSI_PLAN_VERSION = 1,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
-    MSI_PLAN_SUM_BYTES = 10,                            // of a number whose highest bit is set
-    MSI_FIRST_TIMES = MSI_SPEED_COUNT + MSI_COST_COUNT, // numbers that times follow from
-    MSI_LAYER_TIMES = 8                                 // and more for each layer
+    MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
+    MSI_FIRST_TIMES = (int)MSI_SPEED_COUNT + (int)MSI_COST_COUNT, // that times follow from
+    MSI_LAYER_TIMES = 8                                           // and more for each layer
 };
 
 /* Of how a param is updated, what plans depend on. */
