@@ -24290,6 +24290,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
         }
         if (!known) {
             *bytes = msi_smaller(*bytes, msi_tried_bytes(&t, MSI_GOAL_TRY, 0, NULL));
+            /* The smallest is not laid out, and may take more than the plain plan, which is. */
             *bytes = msi_smaller(*bytes, msi_tried_bytes(&t, MSI_GOAL_BUDGET, MSI_NO_BUDGET, NULL));
         }
     }
@@ -30327,8 +30328,7 @@ static bool msi_has_norm(const msi_run *r) {
            r->position > r->program->code.backward_end;
 }
 
-static ms_result msi_set_gradient_factor(ms_model *m, float factor) {
-    static const char *const function = "ms_set_gradient_factor";
+static ms_result msi_set_gradient_factor(ms_model *m, const char *function, float factor) {
     const bool begun = m->run.progress != MSI_PROGRESS_NONE;
     if (!msi_is_finite((double)factor) || !(factor > 0.0f)) {
         return msi_fail(m, MS_RESULT_INVALID,
@@ -35859,8 +35859,7 @@ MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
 }
 
 MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
-    const ms_result result = msi_made(model);
-    return result == MS_RESULT_OK ? msi_set_gradient_factor(model, factor) : result;
+    return MSI_MADE(model, msi_set_gradient_factor(model, __func__, factor));
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
