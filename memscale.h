@@ -347,7 +347,8 @@
     X(MS_RESULT_CONTRACT, "debug mode: a layer does not do what it declared")                      \
     X(MS_RESULT_MORE, "not an error: the slice has ended before the step; call again")             \
     X(MS_RESULT_CANCELLED, "ms_cancel has ended the step, nothing of which counts")                \
-    X(MS_RESULT_FILE, "a file, sink or source could not be written or read")
+    X(MS_RESULT_FILE, "a file, sink or source could not be written or read")                       \
+    X(MS_RESULT_RANKS, "another rank has failed, does not answer, or differs")
 
 typedef enum ms_result { MEMSCALE_RESULTS(MEMSCALE_FIRST) MS_RESULT_COUNT } ms_result;
 
@@ -562,6 +563,10 @@ typedef struct ms_hardware {
     double f32_tflops, tf32_tflops, f16_tflops; // f16: BF16 too
     double launch_us;                           // the shortest time that a callback takes
     bool is_measured;                           // the speeds were measured by ms_hardware_report
+    /* Between ranks: what each sends and, at the same time, receives; the shortest time that a
+       collective takes; and whether it goes through the host, so that copies have less of the link. */
+    double network_gb_per_s, network_us;
+    bool network_is_link;
 } ms_hardware;
 
 typedef enum ms_optimizer_kind {
@@ -614,7 +619,22 @@ typedef struct ms_step_state {
     /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
        that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
+    /* Of several ranks. Uploaded: what this one runs, and why it gives the step up, or 0. Counted:
+       the first rank that does, and its reason, or that runs something else: reason is 0. */
+    uint32_t runs, gives_up;
+    uint32_t halted_rank, halted_reason;
 } ms_step_state;
+
+/* What a rank tells the others, in device memory: of its step, and its share of what is summed over
+   all ranks. See ms_backend.cast_vote. */
+typedef struct ms_vote {
+    double loss;
+    double sums[MS_LIMIT_NORMS]; // of squares of gradients
+    uint64_t step;
+    uint32_t runs, gives_up; // as in ms_step_state
+    uint32_t halted, nonfinite;
+    uint32_t reserved[2]; // 0
+} ms_vote;
 
 /* Of gradients, in device memory: the sum of their squares, and what an update multiplies them by. */
 typedef struct ms_norm {
@@ -627,7 +647,8 @@ typedef enum ms_halt {
     MS_HALT_LOSS,     // the loss is not a finite number
     MS_HALT_NORM,     // the norm of the gradients is not
     MS_HALT_OVERFLOW, // nor is it here, but scaled: no error, and the next loss ends it, as below
-    MS_HALT_SKIPPED   // the norm is above skip_above
+    MS_HALT_SKIPPED,  // the norm is above skip_above
+    MS_HALT_RANKS     // a rank gives the step up, or ranks do not run the same
 } ms_halt;
 
 /* How optimizer state lies in memory. BF16: rounded at random to one of its two neighbours, so that
@@ -736,7 +757,8 @@ typedef struct ms_factor_args {
 #define MEMSCALE_STREAMS(X)                                                                        \
     X(MS_STREAM_COMPUTE, "compute") /* callbacks, kernels, copies from device to device */         \
     X(MS_STREAM_TO_DEVICE, "copies to the device")                                                 \
-    X(MS_STREAM_TO_HOST, "copies to the host")
+    X(MS_STREAM_TO_HOST, "copies to the host")                                                     \
+    X(MS_STREAM_NETWORK, "collectives of the ranks")
 
 typedef enum ms_stream_kind { MEMSCALE_STREAMS(MEMSCALE_FIRST) MS_STREAM_COUNT } ms_stream_kind;
 
@@ -862,7 +884,64 @@ typedef struct ms_backend {
     int (*recording_end)(void *state, void **recording);
     int (*recording_launch)(void *state, void *recording);
     void (*recording_release)(void *state, void *recording);
+
+    /* For several ranks; optional, all or none. cast_vote fills in a vote from the state of the step
+       and from norms (count may be 0); count_votes makes of the votes of all ranks, in their order,
+       the sums of the losses and of the squares, and halts the step as msi_count_votes
+       (>>arithmetic) says. Both are on MS_STREAM_COMPUTE. The others are on MS_STREAM_NETWORK:
+       network_copy between any two of device and host memory; network_call runs a function on the
+       host, with a copy of the `bytes` bytes (256 at most) of its argument. network_stream is the
+       handle of that stream, for collectives of a comm that is on_device, or NULL. */
+    int (*cast_vote)(void *state, ms_vote *vote, const ms_step_state *step, const ms_norm *norms,
+                     uint32_t count);
+    int (*count_votes)(void *state, const ms_vote *votes, uint32_t vote_count, ms_step_state *step,
+                       ms_norm *norms, uint32_t count);
+    int (*network_copy)(void *state, void *target, const void *source, uint64_t bytes);
+    int (*network_call)(void *state, void (*function)(void *argument), const void *argument,
+                        uint32_t bytes);
+    void *(*network_stream)(void *state);
 } ms_backend;
+
+/* One collective. It adds up, or puts side by side, what all ranks send. */
+typedef struct ms_collective {
+    const void *send;
+    void *receive;
+    uint64_t count; // elements: of all_reduce and broadcast, all; of the others, those of each rank
+    ms_dtype dtype; // F32, BF16 or F16; where nothing is added up, I8 as well: bytes
+    uint32_t root;  // of broadcast
+    void *stream;   // for a comm that is on_device: enqueue it there; else NULL
+    double timeout_s; // of a comm that is not: return an error after so many seconds
+} ms_collective;
+
+/* Returns 0 or an error number of the comm's own. */
+typedef int (*ms_collective_fn)(void *user, const ms_collective *collective);
+
+/* How several ranks, each a process or a thread with a model of its own, train one model together:
+   by MPI (ms_comm_mpi), NCCL (ms_comm_nccl), or the trainer's own functions. All ranks call the
+   same functions of the library in the same order. all_reduce: the sum of what all send; all receive
+   the same bits. reduce_scatter: rank r receives the r-th `count` elements of the sum. all_gather:
+   what rank r sends becomes the r-th `count` elements that each receives. broadcast: what root has
+   (send and receive are the same). barrier: returns when all have called it. send and receive may
+   also be the same memory: all of it, or of what is scattered or gathered the rank's own part.
+   Not on_device: functions get host memory, and block; the library calls one at a time, on a thread
+   of its own unless on_calling_thread. on_device: they get device memory, and enqueue. After an
+   error, or a timeout, no function is called again except abort, once, which ends what is under way
+   on this rank; the model has failed. */
+typedef struct ms_comm {
+    uint32_t size;    // sizeof(ms_comm); 0: there is one rank
+    const char *name; // for errors
+    void *user;
+    uint32_t rank, count;
+    bool on_device, on_calling_thread;
+    ms_collective_fn all_reduce, reduce_scatter, all_gather, broadcast, barrier;
+    /* Optional. Between begin and end collectives may be put together. */
+    int (*group_begin)(void *user);
+    int (*group_end)(void *user);
+    int (*check)(void *user); // on_device: an error that was found since, or 0
+    void (*abort)(void *user);
+    const char *(*error_text)(void *user, int error);
+    void (*close)(void *user); // by ms_comm_close, after the last model that uses it
+} ms_comm;
 
 // ------------------------------------------------------------------------------------------------
 // >>descs  zero-initialise, then set what matters
@@ -877,6 +956,7 @@ typedef enum ms_technique {
     MS_TECHNIQUE_TILING,          // outputs and saved tensors: computed in tiles of rows
     MS_TECHNIQUE_MIXED_PRECISION, // outputs, their gradients, saved tensors, params: in 16 bits
     MS_TECHNIQUE_OPTIMIZER_8BIT,  // params: optimizer state as codes of 8 bits
+    MS_TECHNIQUE_SHARDING,        // params: each rank has a part of what belongs to them
     MS_TECHNIQUE_COUNT
 } ms_technique;
 
@@ -926,7 +1006,7 @@ typedef struct ms_config {
     /* DEFAULT: as the mode says; ON: the plan uses it if the budget requires it; OFF: never, unless
        it is forced for a layer or tensor. A framework that only plans here, and updates params
        itself in F32, sets optimizer_8bit OFF. */
-    ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit;
+    ms_switch checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, sharding;
     /* Update a param inside backward, as soon as its gradient is complete, so that the gradient can
        be freed. DEFAULT: if the budget requires it, and no sooner than the arena gains from it; ON:
        always, at once; OFF: after backward, unless it is forced. Cannot be ON with clipping,
@@ -991,6 +1071,10 @@ typedef struct ms_config {
     /* The trainer's cudaStream_t for all work, as long as the model lives; cudaStreamLegacy for the
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
+    /* The ranks that train this model together; zero: there is one. comm_timeout: seconds after which
+       a rank that does not answer has failed; 0: 60. */
+    ms_comm comm;
+    double comm_timeout;
     bool
         tf32; // ms_gemm, and products in updates, may round F32 inputs to TF32, where that is faster
     /* From the third step of a plan on, ms_step replays a recording (a CUDA graph) of the second, calls
@@ -1401,6 +1485,9 @@ typedef struct ms_memory_report {
        Inputs and verdicts are not counted. */
     uint64_t to_device_bytes, to_host_bytes;
     double to_device_us, to_host_us;
+    /* The same of what ranks exchange: what is gathered for a call of a layer, and all else. */
+    uint64_t gather_bytes, reduce_bytes;
+    double gather_us, reduce_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
        to_host_us), where the waits are those of that micro-batch without that for the inputs. 0: all
        of it is waited for, or nothing is copied. */
@@ -4294,41 +4381,43 @@ typedef enum msi_cost {
     MSI_COST_COUNT
 } msi_cost;
 
-/* An engine works through one stream. Columns: the function of ms_backend that copies on it; the
-   field of ms_hardware with the speed of these copies; their name in errors; whether it fetches,
-   so that copies are issued early, or else at once, and are awaited late; whether it is a direction
-   of the link, a share of which goes to updates that use state on the host; the fields of
-   ms_memory_report that count it. COMPUTE issues what runs on the others, and waits for it. */
+/* An engine works through one stream. Columns: that stream; the function of ms_backend that copies
+   on it; the field of ms_hardware with the speed of these copies; their name in errors; whether it
+   fetches, so that copies are issued early, or else at once, and are awaited late; whether it is a
+   direction of the link, a share of which goes to updates that use state on the host; whether it is
+   the network; the fields of ms_memory_report that count it. COMPUTE issues what runs on the others,
+   and waits for it. The network is two engines, since what is fetched does not wait for what is sent. */
 #define MSI_ENGINES(X)                                                                             \
-    X(COMPUTE, copy, memory_gb_per_s, "copy", false, false, 0, 0)                                  \
-    X(TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true,                    \
+    X(COMPUTE, COMPUTE, copy, memory_gb_per_s, "copy", false, false, false, 0, 0)                  \
+    X(TO_DEVICE, TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true, false,  \
       MSI_COUNTERS(to_device))                                                                     \
-    X(TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, MSI_COUNTERS(to_host))
+    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
+      MSI_COUNTERS(to_host))                                                                       \
+    X(GATHER, NETWORK, network_copy, network_gb_per_s, "collective that gathers", true, false,     \
+      true, MSI_COUNTERS(gather))                                                                  \
+    X(REDUCE, NETWORK, network_copy, network_gb_per_s, "collective", false, false, true,           \
+      MSI_COUNTERS(reduce))
+
+#define MSI_X(engine, ...) MSI_ENGINE_##engine,
+typedef enum msi_engine { MSI_ENGINES(MSI_X) MSI_ENGINE_COUNT } msi_engine;
+#undef MSI_X
 
 #define MSI_COUNTERS(name)                                                                         \
     offsetof(ms_memory_report, name##_bytes), offsetof(ms_memory_report, name##_us)
-#define MSI_X(engine, copy, speed, ...)                                                            \
-    {offsetof(ms_backend, copy), offsetof(ms_hardware, speed), __VA_ARGS__},
+#define MSI_X(engine, stream, copy, speed, ...)                                                    \
+    {MS_STREAM_##stream, offsetof(ms_backend, copy), offsetof(ms_hardware, speed), __VA_ARGS__},
 static const struct {
+    ms_stream_kind stream;
     size_t copy, gb_per_s; // offsets
     const char *what;
-    bool fetches, is_link;
+    bool fetches, is_link, is_network;
     size_t counted_bytes, counted_us; // offsets, or 0
-} msi_engines[MS_STREAM_COUNT] = {MSI_ENGINES(MSI_X)};
-#undef MSI_X
-
-/* This compiles only if every engine has a row, in the order of ms_stream_kind. */
-#define MSI_X(engine, ...) MSI_ENGINE_ROW_##engine,
-enum { MSI_ENGINES(MSI_X) MSI_ENGINE_ROWS };
-#undef MSI_X
-#define MSI_X(engine, ...) &&(int)MS_STREAM_##engine == (int)MSI_ENGINE_ROW_##engine
-typedef char
-    msi_engine_rows_match[(int)MSI_ENGINE_ROWS == (int)MS_STREAM_COUNT MSI_ENGINES(MSI_X) ? 1 : -1];
+} msi_engines[MSI_ENGINE_COUNT] = {MSI_ENGINES(MSI_X)};
 #undef MSI_X
 
 enum {
-    MSI_FIRST_ISSUED = MS_STREAM_COMPUTE + 1, // the first engine that others wait for
-    MSI_ISSUED_COUNT = (int)MS_STREAM_COUNT - (int)MSI_FIRST_ISSUED,
+    MSI_FIRST_ISSUED = MSI_ENGINE_COMPUTE + 1, // the first engine that others wait for
+    MSI_ISSUED_COUNT = (int)MSI_ENGINE_COUNT - (int)MSI_FIRST_ISSUED,
     MSI_LEAST_EVENTS = 32, // of each engine that others wait for
     MSI_MOST_EVENTS = 1 << 14,
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
@@ -4366,14 +4455,14 @@ typedef enum msi_op { MSI_OPS(MSI_X) MSI_OP_COUNT } msi_op;
 #undef MSI_X
 
 #define MSI_X(op, name, event, cost, passes, engine, phase, sources)                               \
-    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MS_STREAM_##engine, MS_PHASE_##phase,      \
+    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MSI_ENGINE_##engine, MS_PHASE_##phase,      \
      sources},
 static const struct {
     const char *name;
     ms_event_kind event;
     msi_cost cost;
     uint8_t passes;
-    ms_stream_kind engine;
+    msi_engine engine;
     ms_phase phase;
     uint8_t sources;
 } msi_ops[MSI_OP_COUNT] = {MSI_OPS(MSI_X)};
@@ -4394,7 +4483,7 @@ static bool msi_has_pairs(msi_op op) {
 
 /* Whether an op is only issued where it is in a program, and runs on an engine beside COMPUTE. */
 static bool msi_is_issued(msi_op op) {
-    return msi_ops[op].engine != MS_STREAM_COMPUTE;
+    return msi_ops[op].engine != MSI_ENGINE_COMPUTE;
 }
 
 /* Whether an op is issued early, to bring what is needed later; msi_sends: as soon as it can be. */
@@ -4471,7 +4560,7 @@ typedef struct msi_block {
 
 /* Simulated times: in all; of waits for copies; of recomputation; of the copies of each engine. */
 typedef struct msi_times {
-    double us, stall_us, recompute_us, link_us[MS_STREAM_COUNT];
+    double us, stall_us, recompute_us, link_us[MSI_ENGINE_COUNT];
 } msi_times;
 
 /* The instructions of a program as >>lower makes them, with the copies where >>schedule puts them,
@@ -4547,13 +4636,13 @@ typedef struct msi_program {
 } msi_program;
 
 /* The number of the first event of an engine in instructions. */
-static uint32_t msi_first_signal(const msi_program *p, ms_stream_kind engine) {
+static uint32_t msi_first_signal(const msi_program *p, msi_engine engine) {
     return ((uint32_t)engine - MSI_FIRST_ISSUED) * p->code.event_count;
 }
 
 /* The engine that a WAIT is for. */
-static ms_stream_kind msi_awaited_engine(const msi_program *p, const msi_instruction *wait) {
-    return (ms_stream_kind)(wait->event / p->code.event_count + MSI_FIRST_ISSUED);
+static msi_engine msi_awaited_engine(const msi_program *p, const msi_instruction *wait) {
+    return (msi_engine)(wait->event / p->code.event_count + MSI_FIRST_ISSUED);
 }
 
 /* A value with a fixed address: at the start of the arena, on the host, or the trainer's own. */
@@ -5099,7 +5188,9 @@ static const char *msi_phase_name(ms_phase phase) {
       MSI_MADE_KINDS | MSI_PARAM_KIND, "a param, an activation or a saved tensor",                 \
       MSI_FROM_AGGRESSIVE)                                                                         \
     X(MS_TECHNIQUE_OPTIMIZER_8BIT, optimizer_8bit, "8-bit optimizer", MSI_PARAM_KIND,              \
-      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE)
+      "a param: only params have optimizer state", MSI_FROM_AGGRESSIVE)                            \
+    X(MS_TECHNIQUE_SHARDING, sharding, "sharding", MSI_PARAM_KIND,                                 \
+      "a param, or its gradient or state", MSI_FROM_BALANCED)
 
 enum {
     MSI_MADE_KINDS = 1 << MSI_KIND_ACTIVATION | 1 << MSI_KIND_SAVED,
@@ -5138,6 +5229,7 @@ static const msi_technique msi_techniques[MS_TECHNIQUE_COUNT] = {
 #define MSI_TILING        (1u << MS_TECHNIQUE_TILING)
 #define MSI_MIXED         (1u << MS_TECHNIQUE_MIXED_PRECISION)
 #define MSI_8BIT          (1u << MS_TECHNIQUE_OPTIMIZER_8BIT)
+#define MSI_SHARDING      (1u << MS_TECHNIQUE_SHARDING)
 #define MSI_ANY           ((1u << MS_TECHNIQUE_COUNT) - 1)
 
 #define MSI_X(technique, field, name, kinds, needed, modes) #field,
@@ -5760,7 +5852,7 @@ static ms_result msi_settle_failure(ms_model *m, ms_result result) {
     return result;
 }
 
-static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, const void *source,
+static int msi_copy_by(const ms_model *m, msi_engine engine, void *target, const void *source,
                        uint64_t bytes) {
     typedef int (*msi_copy_fn)(void *, void *, const void *, uint64_t);
     const uint8_t *table = (const uint8_t *)&m->config.backend;
@@ -5769,21 +5861,21 @@ static int msi_copy_by(const ms_model *m, ms_stream_kind engine, void *target, c
 }
 
 /* What is enqueued to an engine from now on runs after what was enqueued to COMPUTE before. */
-static int msi_follow_compute(ms_model *m, ms_stream_kind engine) {
+static int msi_follow_compute(ms_model *m, msi_engine engine) {
     const ms_backend *b = &m->config.backend;
     const int error = b->record(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COMPUTE);
-    return error ? error : b->wait(m->device, engine, MSI_EVENT_COMPUTE);
+    return error ? error : b->wait(m->device, msi_engines[engine].stream, MSI_EVENT_COMPUTE);
 }
 
 /* Issues a copy to its engine, after what was enqueued to compute before; the event is the end of
    the copy. What is enqueued next runs at the same time: the source must not change before the
    event, and only then may the host read what was copied there. */
-static ms_result msi_issue_copy(ms_model *m, ms_stream_kind engine, void *target,
+static ms_result msi_issue_copy(ms_model *m, msi_engine engine, void *target,
                                 const void *source, uint64_t bytes, uint32_t event) {
     const bool enqueues = msi_enqueues_copies(&m->config.backend);
     int error = enqueues ? msi_follow_compute(m, engine) : 0;
     error = error ? error : msi_copy_by(m, engine, target, source, bytes);
-    error = !error && enqueues ? m->config.backend.record(m->device, engine, event) : error;
+    error = !error && enqueues ? m->config.backend.record(m->device, msi_engines[engine].stream, event) : error;
     return msi_device(m, error, msi_engines[engine].what);
 }
 
@@ -5828,7 +5920,7 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
         memcpy(target, source, (size_t)bytes);
         return MS_RESULT_OK;
     }
-    const ms_stream_kind engine = target_on_host ? MS_STREAM_TO_HOST : MS_STREAM_TO_DEVICE;
+    const msi_engine engine = target_on_host ? MSI_ENGINE_TO_HOST : MSI_ENGINE_TO_DEVICE;
     if (msi_is_direct(m)) { // by the threads that compute, after copies that are under way
         ms_result result = msi_synchronize(m);
         MSI_THEN(result, MSI_DEVICE(m, copy, msi_engines[engine].what, target, source, bytes));
@@ -7590,7 +7682,7 @@ static void msi_thread_join(msi_thread thread) {
 }
 #endif
 
-enum { MSI_COPY_RING = 256 };
+enum { MSI_COPY_RING = 256, MSI_CPU_STREAMS_COUNT = MS_STREAM_COUNT - 1 };
 
 /* A copy; or, where `after` is not NULL, a wait until so many of its jobs are done. */
 typedef struct msi_copy_job {
@@ -7623,7 +7715,7 @@ typedef struct msi_cpu {
     const ms_allocator *host;
     msi_copy_event *events;
     uint32_t event_count;
-    msi_copy_stream streams[MSI_ISSUED_COUNT];
+    msi_copy_stream streams[MSI_CPU_STREAMS_COUNT];
 } msi_cpu;
 
 /* Waits until so many jobs are done; returns how many are. */
@@ -7695,7 +7787,7 @@ static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
 
 /* NULL for the compute stream: all that it is given is done at once. */
 static msi_copy_stream *msi_cpu_stream(msi_cpu *c, ms_stream_kind stream) {
-    return stream != MS_STREAM_COMPUTE ? &c->streams[(int)stream - (int)MSI_FIRST_ISSUED] : NULL;
+    return stream != MS_STREAM_COMPUTE ? &c->streams[(int)stream - 1] : NULL;
 }
 
 static int msi_cpu_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
@@ -7754,7 +7846,7 @@ static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
 
 static int msi_cpu_synchronize(void *state) {
     msi_cpu *c = (msi_cpu *)state;
-    for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
+    for (int i = 0; i < MSI_CPU_STREAMS_COUNT; i++) {
         msi_await_jobs(&c->streams[i], c->streams[i].enqueued_count);
     }
     return 0;
@@ -7787,7 +7879,7 @@ static int msi_cpu_prepare(void *state, const ms_prepare_args *args) {
 static MSI_COLD void msi_cpu_close(void *state) {
     msi_cpu *c = (msi_cpu *)state;
     (void)msi_cpu_synchronize(c);
-    for (int i = 0; i < MSI_ISSUED_COUNT; i++) {
+    for (int i = 0; i < MSI_CPU_STREAMS_COUNT; i++) {
         msi_copy_stream *s = &c->streams[i];
         if (s->is_running) {
             MSI_LOCK(&s->monitor);
@@ -8385,7 +8477,7 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
 #define MSI_COMPUTE(major, minor, tensor)    major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
-#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false
+#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false, 0.0, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
@@ -12703,7 +12795,7 @@ static MSI_NOINLINE double msi_bytes_us(const msi_costs *c, msi_cost cost, doubl
            bytes / (measured > 0.0 ? measured : c->hardware.memory_gb_per_s * 1e3);
 }
 
-static MSI_NOINLINE double msi_copy_us(const msi_costs *c, ms_stream_kind engine, uint64_t bytes) {
+static MSI_NOINLINE double msi_copy_us(const msi_costs *c, msi_engine engine, uint64_t bytes) {
     const uint8_t *hardware = (const uint8_t *)&c->hardware;
     const double gb_per_s =
         *(const double *)(const void *)(hardware + msi_engines[engine].gb_per_s);
@@ -12746,8 +12838,8 @@ static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_pr
 }
 
 /* The engine that an op runs on: a device without links has one. */
-static ms_stream_kind msi_engine_of(const msi_costs *c, msi_op op) {
-    return c->has_links ? msi_ops[op].engine : MS_STREAM_COMPUTE;
+static msi_engine msi_engine_of(const msi_costs *c, msi_op op) {
+    return c->has_links ? msi_ops[op].engine : MSI_ENGINE_COMPUTE;
 }
 
 /* The time of a call for a tile: its share of the time for all rows, but no less than the time that
@@ -12821,7 +12913,7 @@ static bool msi_expect_times(const msi_graph *g, const msi_costs *c, const ms_al
     p->predicted.longest_us = 0.0;
     for (uint32_t k = 0; k < p->code.instructions.count; k++) {
         const msi_instruction *i = &p->code.instructions.items[k];
-        const bool on_its_own = msi_engine_of(c, (msi_op)i->op) != MS_STREAM_COMPUTE;
+        const bool on_its_own = msi_engine_of(c, (msi_op)i->op) != MSI_ENGINE_COMPUTE;
         const bool has_event = i->event != MSI_NO_EVENT;
         float us = (float)msi_duration_us(g, c, p, i);
         if (on_its_own && has_event) {
@@ -14702,11 +14794,11 @@ typedef struct msi_transfer {
     uint32_t wait;   // it is awaited before this slot
     uint32_t next;   // the next copy of its engine that is not left out, or the count
     /* Of a copy in, for each engine: the last copy out that makes a source, or MSI_NONE. */
-    uint32_t after[MS_STREAM_COUNT];
+    uint32_t after[MSI_ENGINE_COUNT];
     double us, start_us; // how long it takes; of a copy in: when it should begin
     double done_us;      // when it is done
     uint64_t bytes;      // on the device
-    ms_stream_kind engine;
+    msi_engine engine;
     bool is_left_out;
 } msi_transfer;
 
@@ -14739,8 +14831,8 @@ typedef struct msi_scheduling {
     uint32_t computed_count; // instructions that compute, among those that are placed
     /* By engine: the first copy that is not placed yet, and the first that is not awaited, or the
        count; how many events were used; and computed_count when its last copy was placed. */
-    uint32_t issued[MS_STREAM_COUNT], awaited[MS_STREAM_COUNT];
-    uint32_t event_count[MS_STREAM_COUNT], followed_count[MS_STREAM_COUNT];
+    uint32_t issued[MSI_ENGINE_COUNT], awaited[MSI_ENGINE_COUNT];
+    uint32_t event_count[MSI_ENGINE_COUNT], followed_count[MSI_ENGINE_COUNT];
 } msi_scheduling;
 
 static bool msi_is_in(const msi_transfer *t) {
@@ -14882,7 +14974,7 @@ static void msi_list_transfers(msi_scheduling *s) {
     s->slot[p->code.instructions.count] = s->slot_count;
     s->begin_us[s->slot_count] = us;
     MEMSCALE_ASSERT(number == s->transfer_count);
-    uint32_t needed[MS_STREAM_COUNT];
+    uint32_t needed[MSI_ENGINE_COUNT];
     memset(needed, 0xff, sizeof needed); // MSI_NONE
     for (uint32_t k = s->transfer_count; k-- > 0;) {
         msi_transfer *t = &s->transfers[k];
@@ -15016,8 +15108,8 @@ static void msi_leave_out(msi_scheduling *s) {
 /* When each copy in should begin: in time to be done when it is needed, and before the next copy of
    its engine begins. Goes from the last copy to the first. */
 static void msi_find_starts(msi_scheduling *s) {
-    double next_us[MS_STREAM_COUNT];
-    for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
+    double next_us[MSI_ENGINE_COUNT];
+    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         next_us[engine] = 1e300;
     }
     for (uint32_t k = s->transfer_count; k-- > 0;) {
@@ -15045,7 +15137,7 @@ typedef struct msi_placing {
     uint32_t slot;
     double us;               // of what is computed
     uint64_t outgoing_bytes; // on the device, that live in the present slot for copies out alone
-    msi_queue queues[MS_STREAM_COUNT];
+    msi_queue queues[MSI_ENGINE_COUNT];
 } msi_placing;
 
 /* How many events an engine may have: where there are other plans, only those that these have. */
@@ -15097,7 +15189,7 @@ static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
 
 /* The queue of a copy out that makes a source of a copy in and is not awaited yet, or NULL. */
 static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         const uint32_t after = t->after[engine];
         if (after != MSI_NONE && w->s->transfers[after].wait == MSI_NONE) {
             return &w->queues[engine];
@@ -15171,14 +15263,14 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
 static void msi_place_transfers(msi_scheduling *s) {
     msi_placing w = MSI_ZERO_INIT;
     w.s = s;
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         w.queues[engine].next = w.queues[engine].first = s->issued[engine];
         w.queues[engine].blocked = MSI_NONE;
     }
     for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
         w.outgoing_bytes += s->held_from[w.slot];
         for (int fetches = 0; fetches < 2; fetches++) {
-            for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+            for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
                 if (msi_engines[engine].fetches == (fetches == 1)) {
                     (fetches ? msi_begin_ins : msi_begin_outs)(&w, &w.queues[engine]);
                 }
@@ -15186,7 +15278,7 @@ static void msi_place_transfers(msi_scheduling *s) {
         }
         w.us += w.slot < s->slot_count ? s->begin_us[w.slot + 1] - s->begin_us[w.slot] : 0.0;
     }
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         uint32_t *count = &s->program->code.event_count;
         *count = w.queues[engine].most < *count ? *count : w.queues[engine].most + 1;
     }
@@ -15211,7 +15303,7 @@ static void msi_place_ends(msi_scheduling *s, msi_instruction *wait, const msi_i
 
 /* Links the copies of each engine. Those in are awaited where they are needed. */
 static void msi_link_transfers(msi_scheduling *s) {
-    for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         s->issued[engine] = s->transfer_count;
     }
     for (uint32_t k = s->transfer_count; k-- > 0;) {
@@ -15270,7 +15362,7 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
 
 /* Places what the engines that fetch, or those that do not, have to do before a slot. */
 static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         uint32_t *issued = &s->issued[engine];
         const uint32_t awaited = s->awaited[engine];
         if (msi_engines[engine].fetches != fetches) {
@@ -15291,7 +15383,7 @@ static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
 static void msi_place_slot(msi_scheduling *s, uint32_t now) {
     s->moved[now] = s->spare->instructions.count;
     msi_instruction *i = msi_place(s, &s->program->code.instructions.items[now]);
-    const ms_stream_kind engine = msi_ops[i->op].engine;
+    const msi_engine engine = msi_ops[i->op].engine;
     s->computed_count++;
     if (msi_is_issued((msi_op)i->op)) {
         i->event = (uint16_t)msi_first_signal(s->program, engine);
@@ -16914,7 +17006,7 @@ typedef struct msi_clock {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_program *program;
-    double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
+    double free_us[MSI_ENGINE_COUNT]; // when all that is enqueued there is done
     double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
     double mapped_us; // of the last update: how much longer it took by state on the host
@@ -16928,10 +17020,10 @@ static inline double msi_round_us(double us) {
 }
 
 /* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
-static double msi_enqueue(msi_clock *c, ms_stream_kind engine, double ready_us, double us) {
+static double msi_enqueue(msi_clock *c, msi_engine engine, double ready_us, double us) {
     const double free_us = c->free_us[engine];
     const double start_us = ready_us > free_us ? ready_us : free_us;
-    c->stall_us += engine == MS_STREAM_COMPUTE ? start_us - free_us : 0.0;
+    c->stall_us += engine == MSI_ENGINE_COMPUTE ? start_us - free_us : 0.0;
     c->free_us[engine] = start_us + msi_round_us(us);
     return start_us;
 }
@@ -16941,7 +17033,7 @@ static double msi_staging_us(const msi_graph *g, const msi_costs *c, const msi_r
     const msi_tensor *t = &g->tensors.items[resident->tensor];
     const bool staged =
         c->has_copies && !resident->on_host && !resident->borrowed && t->kind == MSI_KIND_INPUT;
-    return staged ? msi_copy_us(c, MS_STREAM_TO_DEVICE, t->bytes) : 0.0;
+    return staged ? msi_copy_us(c, MSI_ENGINE_TO_DEVICE, t->bytes) : 0.0;
 }
 
 /* The beginning of a step: inputs are copied in full, and computing waits for that, as by msi_write. */
@@ -16954,10 +17046,10 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
     c->event_us = p->predicted.event_us.items;
     for (uint32_t k = 0; k < store->residents.count && costs->has_copies; k++) {
         const bool moved = p->code.ranges.items[k].on_host;
-        msi_enqueue(c, MS_STREAM_TO_DEVICE, 0.0,
+        msi_enqueue(c, MSI_ENGINE_TO_DEVICE, 0.0,
                     moved ? 0.0 : msi_staging_us(g, costs, &store->residents.items[k]));
     }
-    msi_enqueue(c, MS_STREAM_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
+    msi_enqueue(c, MSI_ENGINE_COMPUTE, c->free_us[MSI_ENGINE_TO_DEVICE], 0.0);
 }
 
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
@@ -16968,10 +17060,10 @@ static void msi_clock_judge(msi_clock *c) {
         return;
     }
     const double bytes = (double)c->program->code.ranges.items[loss].bytes;
-    msi_enqueue(c, MS_STREAM_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
+    msi_enqueue(c, MSI_ENGINE_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
-        msi_enqueue(c, MS_STREAM_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
-                    msi_copy_us(c->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES));
+        msi_enqueue(c, MSI_ENGINE_TO_HOST, c->free_us[MSI_ENGINE_COMPUTE],
+                    msi_copy_us(c->costs, MSI_ENGINE_TO_HOST, MSI_STATES_BYTES));
     }
 }
 
@@ -16983,8 +17075,8 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
         return;
     }
     c->stall_us += c->mapped_us;
-    for (int k = MSI_FIRST_ISSUED; k < MS_STREAM_COUNT && c->costs->has_links; k++) {
-        const ms_stream_kind engine = (ms_stream_kind)k;
+    for (int k = MSI_FIRST_ISSUED; k < MSI_ENGINE_COUNT && c->costs->has_links; k++) {
+        const msi_engine engine = (msi_engine)k;
         if (msi_engines[engine].is_link) {
             msi_enqueue(c, engine, 0.0, msi_copy_us(c->costs, engine, bytes));
         }
@@ -16994,9 +17086,9 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
 /* Runs the next instruction of the program, which takes `us`. Returns its start. */
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->code.instructions.items[now];
-    const ms_stream_kind engine = msi_engine_of(c->costs, (msi_op)i->op);
+    const msi_engine engine = msi_engine_of(c->costs, (msi_op)i->op);
     const double ready_us = i->op == MSI_OP_WAIT ? c->event_us[i->event] // the copy that it awaits
-                            : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
+                            : i->follows         ? c->free_us[MSI_ENGINE_COMPUTE]
                                                  : 0.0;
     const double start_us = msi_enqueue(c, engine, ready_us, us);
     if (i->op == MSI_OP_UPDATE) {
@@ -17013,7 +17105,7 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
 
 static msi_times msi_read_clock(const msi_clock *c) {
     msi_times times = c->program->predicted.last;
-    for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         times.us = c->free_us[engine] > times.us ? c->free_us[engine] : times.us;
     }
     times.stall_us = c->stall_us;
@@ -17023,7 +17115,7 @@ static msi_times msi_read_clock(const msi_clock *c) {
 /* The most that an engine copies, of times by engine. */
 static double msi_busiest_us(const double *link_us) {
     double most_us = 0.0;
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         most_us = link_us[engine] > most_us ? link_us[engine] : most_us;
     }
     return most_us;
@@ -17036,7 +17128,7 @@ static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uin
     step.us += before * micro->us;
     step.stall_us += before * micro->stall_us;
     step.recompute_us += before * micro->recompute_us;
-    for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         step.link_us[engine] += before * micro->link_us[engine];
     }
     return step;
@@ -17053,11 +17145,11 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         i->is_timed = false;
         if (now == p->code.backward_end) { // computing stalls until all engines are done
             p->predicted.micro = msi_read_clock(&c);
-            p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MS_STREAM_COMPUTE];
+            p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MSI_ENGINE_COMPUTE];
         }
         msi_clock_run(&c, now, us);
         p->predicted.last.link_us[msi_ops[i->op].engine] += msi_is_issued((msi_op)i->op) ? us : 0.0;
-        for (int k = 0; k < MS_STREAM_COUNT && i->op == MSI_OP_UPDATE && c.mapped_us > 0.0; k++) {
+        for (int k = 0; k < MSI_ENGINE_COUNT && i->op == MSI_OP_UPDATE && c.mapped_us > 0.0; k++) {
             p->predicted.last.link_us[k] += msi_engines[k].is_link ? c.mapped_us : 0.0;
         }
         p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
@@ -17292,7 +17384,7 @@ static msi_score msi_estimate(const msi_scorer *s, const msi_tensor_decision *de
     if (!msi_is_short(s)) {
         score.live_bytes = s->program->layout.resident_bytes + s->program->layout.peak_bytes;
         score.us = s->program->predicted.step.us;
-        for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+        for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
             score.link_us += s->program->predicted.step.link_us[engine];
         }
     }
@@ -18211,8 +18303,8 @@ static double msi_offload_us(const msi_greedy *w, const msi_move *of) {
     const msi_link_load *load = &w->load;
     const msi_costs *costs = w->scorer->costs;
     const uint64_t bytes = msi_action_bytes(w, of->key); // in one copy
-    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, bytes);
-    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, bytes);
+    const double in_us = msi_copy_us(costs, MSI_ENGINE_TO_DEVICE, bytes);
+    const double out_us = msi_copy_us(costs, MSI_ENGINE_TO_HOST, bytes);
     const double *in_left_us = load->in_us.items, *out_left_us = load->out_us.items;
     const uint32_t first = load->first_use[t], last = load->last_use[t];
     const double micros = (double)w->scorer->store->micro_count;
@@ -18272,7 +18364,7 @@ static bool msi_may_move(const msi_greedy *w, uint32_t t, uint32_t move) {
     const uint32_t states = msi_state_count(w->scorer->lowering->optimizers, tensor);
     /* State is copied one tensor after another. */
     const uint64_t each = move == MSI_MOVES_STATE && states > 0 ? all / states : tensor->bytes;
-    const double us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, each);
+    const double us = msi_copy_us(costs, MSI_ENGINE_TO_DEVICE, each);
     const bool streams = msi_may_stream(tensor);
     const uint32_t kind = streams ? move : (uint32_t)MSI_MOVES_MADE;
     const bool tiny = 4ull * w->graph->tensors.count * all < w->search->budget;
@@ -18783,7 +18875,7 @@ static void msi_blame_copy(msi_blame *b, const msi_scorer *s, const msi_instruct
    a pause, up to its own time. Besides, each copy costs a twentieth of its time. */
 static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
     const msi_program *p = s->program;
-    double owed_us[MS_STREAM_COUNT] = {0.0}, next_us[MS_STREAM_COUNT] = {0.0};
+    double owed_us[MSI_ENGINE_COUNT] = {0.0}, next_us[MSI_ENGINE_COUNT] = {0.0};
     msi_clock c;
     msi_clock_start(&c, s->graph, s->costs, s->store, p);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
@@ -18800,7 +18892,7 @@ static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
         } else if (i->op == MSI_OP_UPDATE) {
             b->cost_us[3ull * i->target + 2] += msi_mapped_us(s->graph, s->costs, p, i);
         } else if (msi_is_issued((msi_op)i->op)) {
-            const ms_stream_kind engine = msi_ops[i->op].engine;
+            const msi_engine engine = msi_ops[i->op].engine;
             const double us = times * b->us[now];
             const bool pauses = b->begin_us[now] + b->us[now] < next_us[engine];
             owed_us[engine] = pauses ? 0.0 : owed_us[engine];
@@ -21949,7 +22041,7 @@ typedef struct msi_ordering {
     msi_program *program;
     msi_access *accesses;
     uint32_t *access_first;                                    // per instruction, and of the end
-    uint32_t *copies[MS_STREAM_COUNT], count[MS_STREAM_COUNT]; // of each engine: instructions
+    uint32_t *copies[MSI_ENGINE_COUNT], count[MSI_ENGINE_COUNT]; // of each engine: instructions
     uint8_t *relied_on; // per instruction: others need that it follows what is computed
     uint64_t bytes;     // of all these
 } msi_ordering;
@@ -21983,20 +22075,20 @@ static bool msi_ordering_init(msi_ordering *o) {
     const uint64_t count = p->code.instructions.count + 1ull;
     uint32_t used = 0;
     o->bytes = p->code.operands.count * (uint64_t)sizeof(msi_access) +
-               MS_STREAM_COUNT * count * sizeof(uint32_t) + count * sizeof(uint8_t);
+               MSI_ENGINE_COUNT * count * sizeof(uint32_t) + count * sizeof(uint8_t);
     o->accesses = (msi_access *)msi_alloc_zeroed(o->allocator, o->bytes);
     if (!o->accesses) {
         return false;
     }
     o->access_first = (uint32_t *)(void *)(o->accesses + p->code.operands.count);
-    for (int engine = MSI_FIRST_ISSUED; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         o->copies[engine] = o->access_first + (uint64_t)engine * count;
     }
-    o->relied_on = (uint8_t *)(o->access_first + MS_STREAM_COUNT * count);
+    o->relied_on = (uint8_t *)(o->access_first + MSI_ENGINE_COUNT * count);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
         if (msi_is_issued((msi_op)i->op)) {
-            const ms_stream_kind engine = msi_ops[i->op].engine;
+            const msi_engine engine = msi_ops[i->op].engine;
             o->copies[engine][o->count[engine]++] = now;
         }
         o->access_first[now] = used;
@@ -22033,7 +22125,7 @@ static bool msi_conflicts_with(const msi_ordering *o, uint32_t now, int engine, 
    up to the one that records its event. Those that are not awaited yet have events of their own. */
 static uint32_t msi_awaited_by(const msi_ordering *o, uint32_t wait, uint32_t before) {
     const msi_instruction *all = o->program->code.instructions.items;
-    const ms_stream_kind engine = msi_awaited_engine(o->program, &all[wait]);
+    const msi_engine engine = msi_awaited_engine(o->program, &all[wait]);
     uint32_t end = before;
     while (end < o->count[engine] && o->copies[engine][end] < wait &&
            all[o->copies[engine][end]].event != all[wait].event) {
@@ -22079,7 +22171,7 @@ static bool msi_can_wait(const msi_ordering *o, uint32_t wait, int engine, uint3
         fits = (int)msi_ops[p->code.instructions.items[now].op].engine == engine ||
                !msi_conflicts_with(o, now, engine, first, end);
     }
-    for (int other = MSI_FIRST_ISSUED; other < MS_STREAM_COUNT; other++) {
+    for (int other = MSI_FIRST_ISSUED; other < MSI_ENGINE_COUNT; other++) {
         bool knows = other == engine || o->count[other] == 0;
         for (uint32_t now = next; now < p->code.instructions.count && fits && !knows; now++) {
             const msi_instruction *i = &p->code.instructions.items[now];
@@ -22148,7 +22240,7 @@ static bool msi_drop_waits(msi_ordering *o, int engine) {
    that are awaited there: those from number `known` to before `awaited`. */
 static bool msi_must_follow(const msi_ordering *o, int engine, uint32_t first, uint32_t end,
                             uint32_t since, const uint32_t *known, const uint32_t *awaited) {
-    for (int other = MSI_FIRST_ISSUED; other < MS_STREAM_COUNT; other++) {
+    for (int other = MSI_FIRST_ISSUED; other < MSI_ENGINE_COUNT; other++) {
         for (uint32_t k = first; k < end && other != engine; k++) {
             if (msi_conflicts_with(o, o->copies[engine][k], other, known[other], awaited[other])) {
                 return true;
@@ -22174,7 +22266,7 @@ static void msi_drop_follows(const msi_ordering *o, int engine) {
     msi_program *p = o->program;
     msi_instruction *items = p->code.instructions.items;
     const uint32_t *copies = o->copies[engine], count = o->count[engine];
-    uint32_t known[MS_STREAM_COUNT] = {0}, awaited[MS_STREAM_COUNT] = {0}; // of other engines
+    uint32_t known[MSI_ENGINE_COUNT] = {0}, awaited[MSI_ENGINE_COUNT] = {0}; // of other engines
     uint32_t since = MSI_NONE, relies_on = MSI_NONE;
     uint32_t wait = msi_next_wait(p, 0, engine, true);
     for (uint32_t k = 0, end; k < count; k = end) {
@@ -22214,7 +22306,7 @@ static void msi_drop_follows(const msi_ordering *o, int engine) {
 static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
     msi_ordering o = MSI_ZERO_INIT;
     if (s->costs->waits_for_copies ||
-        msi_next_wait(p, 0, MS_STREAM_COMPUTE, true) == p->code.instructions.count) {
+        msi_next_wait(p, 0, MSI_ENGINE_COMPUTE, true) == p->code.instructions.count) {
         return;
     }
     o.graph = p == s->eval ? s->eval_graph : s->graph;
@@ -22225,10 +22317,10 @@ static void msi_drop_needless(const msi_scorer *s, msi_program *p) {
         (void)msi_run_short(s, "the order of copies", o.bytes);
         return;
     }
-    for (int engine = MS_STREAM_COUNT; --engine >= MSI_FIRST_ISSUED && !p->out_of_memory;) {
+    for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED && !p->out_of_memory;) {
         p->out_of_memory = !msi_drop_waits(&o, engine);
     }
-    for (int engine = MS_STREAM_COUNT; --engine >= MSI_FIRST_ISSUED;) {
+    for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED;) {
         msi_drop_follows(&o, engine);
     }
     msi_release(s->allocator, o.accesses, o.bytes);
@@ -24475,7 +24567,7 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     msi_clock_start(&c, &m->graph, &m->costs, r->store, p);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
-        const double free_us = c.free_us[MS_STREAM_COMPUTE];
+        const double free_us = c.free_us[MSI_ENGINE_COMPUTE];
         const double us = msi_duration_us(&m->graph, &m->costs, p, i);
         const bool copies = msi_is_issued((msi_op)i->op);
         r->start_us[now] = msi_clock_run(&c, now, us);
@@ -24736,8 +24828,8 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     const bool coded = r->plan->decisions[tensor].state_8bit;
     const uint64_t bytes =
         move == MSI_MOVES_STATE ? msi_all_state_bytes(&m->optimizers, t, coded) : t->bytes;
-    const double in_us = msi_copy_us(&m->costs, MS_STREAM_TO_DEVICE, bytes);
-    const double out_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, bytes);
+    const double in_us = msi_copy_us(&m->costs, MSI_ENGINE_TO_DEVICE, bytes);
+    const double out_us = msi_copy_us(&m->costs, MSI_ENGINE_TO_HOST, bytes);
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
@@ -24776,8 +24868,8 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
     const bool made = !msi_may_stream(t);
     const bool again =
         r->plan->decisions[tensor].pass > 0 && !(made && msi_is_at_tile_size(r, tensor));
-    const double in_us = msi_copy_us(costs, MS_STREAM_TO_DEVICE, t->bytes);
-    const double out_us = msi_copy_us(costs, MS_STREAM_TO_HOST, t->bytes);
+    const double in_us = msi_copy_us(costs, MSI_ENGINE_TO_DEVICE, t->bytes);
+    const double out_us = msi_copy_us(costs, MSI_ENGINE_TO_HOST, t->bytes);
     const msi_range *range = made ? msi_forward_range(r, tensor) : NULL;
     const bool waits = range && range->idle_last != MSI_NONE;
     const double gap_us =
@@ -25384,7 +25476,7 @@ static ms_result msi_copy_verdict(ms_model *m) {
     m->run.verdict_awaited = msi_is_direct(m);
     return msi_is_direct(m)
                ? MS_RESULT_OK
-               : msi_issue_copy(m, MS_STREAM_TO_HOST, msi_verdicts(m), m->run.store->step,
+               : msi_issue_copy(m, MSI_ENGINE_TO_HOST, msi_verdicts(m), m->run.store->step,
                                 MSI_STATES_BYTES, MSI_EVENT_VERDICT);
 }
 
@@ -29405,7 +29497,7 @@ static uint32_t msi_take_pairs(const ms_model *m, const msi_program *p, const ms
 }
 
 static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    const ms_stream_kind engine = msi_ops[i->op].engine;
+    const msi_engine engine = msi_ops[i->op].engine;
     const bool streams = msi_enqueues_copies(&m->config.backend);
     int error = streams && i->follows ? msi_follow_compute(m, engine) : 0;
     m->run.copies = streams && !m->run.recording;
@@ -29415,7 +29507,8 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
         error = msi_is_empty(i) ? 0 : msi_copy_by(m, engine, pair.target, pair.source, pair.bytes);
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
-        error = m->config.backend.record(m->device, engine, m->run.store->event_count + i->event);
+        error = m->config.backend.record(m->device, msi_engines[engine].stream,
+                                          m->run.store->event_count + i->event);
     }
     return msi_device(m, error, msi_engines[engine].what);
 }
@@ -29644,8 +29737,8 @@ static bool msi_is_last_micro(const msi_run *r) {
 static ms_result msi_join_copies(ms_model *m) {
     const ms_backend *b = &m->config.backend;
     int error = 0;
-    for (int k = MSI_FIRST_ISSUED; k < MS_STREAM_COUNT && error == 0 && m->run.copies; k++) {
-        error = b->record(m->device, (ms_stream_kind)k, MSI_EVENT_COPY);
+    for (int k = MSI_FIRST_ISSUED; k < MSI_ENGINE_COUNT && error == 0 && m->run.copies; k++) {
+        error = b->record(m->device, msi_engines[k].stream, MSI_EVENT_COPY);
         error = error ? error : b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_COPY);
     }
     m->run.copies &= error != 0;
@@ -30718,7 +30811,7 @@ static ms_result msi_write(ms_model *m, const msi_resident *resident, const void
     uint8_t *staging = msi_step_on_host(m) + resident->staging;
     result = msi_wait_on_host(m, resident->event);
     MSI_DO(result, memcpy(staging, data, (size_t)bytes));
-    MSI_THEN(result, msi_issue_copy(m, MS_STREAM_TO_DEVICE, resident->address, staging, bytes,
+    MSI_THEN(result, msi_issue_copy(m, MSI_ENGINE_TO_DEVICE, resident->address, staging, bytes,
                                     resident->event));
     MSI_THEN(result, msi_wait_on_device(m, resident->event)); // as does what is enqueued next
     return result;
@@ -34697,7 +34790,7 @@ static MSI_COLD void msi_report_copies(const ms_model *m, ms_memory_report *r) {
     msi_clock_start(&start, &m->graph, &m->costs, m->run.store, p);
     uint8_t *report = (uint8_t *)r;
     double us = 0.0;
-    for (int engine = 0; engine < MS_STREAM_COUNT; engine++) {
+    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         us += p->predicted.last.link_us[engine];
         if (msi_engines[engine].counted_bytes > 0) {
             void *bytes = report + msi_engines[engine].counted_bytes;
@@ -34902,7 +34995,7 @@ static MSI_COLD void msi_emit_event(const msi_walk *w, ms_event_kind kind) {
         event.name = msi_tensor_name(&m->graph, i->target);
     }
     event.live_bytes = m->run.store->resident_bytes + w->program->layout.live_bytes.items[w->now];
-    event.stream = msi_engine_of(&m->costs, (msi_op)i->op);
+    event.stream = msi_engines[msi_engine_of(&m->costs, (msi_op)i->op)].stream;
     event.start_us = drops ? w->start_us + w->duration_us : w->start_us;
     event.duration_us = drops ? 0.0 : w->duration_us;
     event.is_restore = i->restores && !drops;
@@ -34950,7 +35043,7 @@ static MSI_COLD void msi_visit_inputs(const msi_walk *w) {
             input.bytes = w->program->code.ranges.items[k].bytes;
             input.is_written = true;
             msi_emit_besides(w, MS_EVENT_INPUT, MS_STREAM_TO_DEVICE,
-                             msi_enqueue(&c, MS_STREAM_TO_DEVICE, 0.0, us), us, &input);
+                             msi_enqueue(&c, MSI_ENGINE_TO_DEVICE, 0.0, us), us, &input);
         }
     }
 }
@@ -34968,15 +35061,15 @@ static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     loss.kind = MS_OPERAND_SOURCE;
     loss.offset = m->run.store->resident_bytes + range->offset;
     loss.bytes = range->bytes;
-    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, w->clock.free_us[MS_STREAM_COMPUTE] - us,
+    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, w->clock.free_us[MSI_ENGINE_COMPUTE] - us,
                      us, &loss);
     if (m->costs.has_copies) {
-        const double copy_us = msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES);
+        const double copy_us = msi_copy_us(&m->costs, MSI_ENGINE_TO_HOST, MSI_STATES_BYTES);
         verdict.kind = MS_OPERAND_TARGET;
         verdict.bytes = MSI_STATES_BYTES;
         verdict.is_outside = verdict.is_written = true;
         msi_emit_besides(w, MS_EVENT_VERDICT, MS_STREAM_TO_HOST,
-                         w->clock.free_us[MS_STREAM_TO_HOST] - copy_us, copy_us, &verdict);
+                         w->clock.free_us[MSI_ENGINE_TO_HOST] - copy_us, copy_us, &verdict);
     }
 }
 
