@@ -606,6 +606,7 @@ typedef struct ms_step_state {
     uint32_t halted;      // an ms_halt; if not 0, updates change nothing
     /* Loss scaling; growth_steps is 0 without it. loss_scale: of the next step. */
     uint32_t nonfinite; // of this step: number of the first param whose gradient is not finite; 0
+    uint32_t halted_rank, halted_reason; // MS_HALT_RANKS: which one, and its gives_up, or 0
     float loss_scale;
     uint32_t clean_steps;   // since the last overflow or growth
     uint32_t skipped_steps; // by overflows, and by the norm
@@ -619,21 +620,22 @@ typedef struct ms_step_state {
     /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
        that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
-    /* Of several ranks. Uploaded: what this one runs, and why it gives the step up, or 0. Counted:
-       the first rank that does, and its reason, or that runs something else: reason is 0. */
-    uint32_t runs, gives_up;
-    uint32_t halted_rank, halted_reason;
+    uint32_t runs, gives_up; // uploaded, of several ranks: as in ms_vote
 } ms_step_state;
 
-/* What a rank tells the others, in device memory: of its step, and its share of what is summed over
-   all ranks. See ms_backend.cast_vote. */
+/* What ranks vote on: the loss of an eval or of a micro-batch; the squares of the gradients; whether
+   all have come so far. */
+typedef enum ms_vote_kind { MS_VOTE_EVAL, MS_VOTE_LOSS, MS_VOTE_NORM, MS_VOTE_GO } ms_vote_kind;
+
+/* What a rank tells all others of its step, in device memory, in two 64-byte units and more. */
 typedef struct ms_vote {
-    double loss;
-    double sums[MS_LIMIT_NORMS]; // of squares of gradients
+    double loss;                 // its share
+    double sums[MS_LIMIT_NORMS]; // of the squares of the gradients, its share
     uint64_t step;
-    uint32_t runs, gives_up; // as in ms_step_state
+    uint32_t kind, runs; // an ms_vote_kind; what it runs: votes on different things halt the step
+    uint32_t gives_up;   // why it gives the step up; 0: it does not
     uint32_t halted, nonfinite;
-    uint32_t reserved[2]; // 0
+    uint32_t reserved[7]; // 0
 } ms_vote;
 
 /* Of gradients, in device memory: the sum of their squares, and what an update multiplies them by. */
@@ -885,17 +887,18 @@ typedef struct ms_backend {
     int (*recording_launch)(void *state, void *recording);
     void (*recording_release)(void *state, void *recording);
 
-    /* For several ranks; optional, all or none. cast_vote fills in a vote from the state of the step
-       and from norms (count may be 0); count_votes makes of the votes of all ranks, in their order,
-       the sums of the losses and of the squares, and halts the step as msi_count_votes
-       (>>arithmetic) says. Both are on MS_STREAM_COMPUTE. The others are on MS_STREAM_NETWORK:
+    /* For several ranks; optional, all or none. cast_vote makes a vote of the state of the step, or
+       of an eval, and of norms (count may be 0). count_votes makes of the votes of all ranks, in
+       their order, the sums of the losses and of the squares, and halts the step. The exact functions
+       are msi_cast_vote and msi_count_votes, >>arithmetic. Both are on MS_STREAM_COMPUTE. The others
+       are on MS_STREAM_NETWORK:
        network_copy between any two of device and host memory; network_call runs a function on the
        host, with a copy of the `bytes` bytes (256 at most) of its argument. network_stream is the
        handle of that stream, for collectives of a comm that is on_device, or NULL. */
-    int (*cast_vote)(void *state, ms_vote *vote, const ms_step_state *step, const ms_norm *norms,
-                     uint32_t count);
-    int (*count_votes)(void *state, const ms_vote *votes, uint32_t vote_count, ms_step_state *step,
-                       ms_norm *norms, uint32_t count);
+    int (*cast_vote)(void *state, ms_vote *vote, ms_vote_kind kind, const ms_step_state *step,
+                     const ms_step_state *judged, const ms_norm *norms, uint32_t count);
+    int (*count_votes)(void *state, const ms_vote *votes, uint32_t vote_count,
+                       ms_step_state *judged, ms_norm *norms, uint32_t count);
     int (*network_copy)(void *state, void *target, const void *source, uint64_t bytes);
     int (*network_call)(void *state, void (*function)(void *argument), const void *argument,
                         uint32_t bytes);
@@ -3822,6 +3825,68 @@ MSI_HD void msi_judge_norms(ms_step_state *s, ms_norm *norms, const float *limit
     }
 }
 
+/* The vote of a rank: `judged` is the state of the step or, for its loss, of an eval. */
+MSI_HD void msi_cast_vote(ms_vote *vote, ms_vote_kind kind, const ms_step_state *step,
+                          const ms_step_state *judged, const ms_norm *norms, uint32_t count) {
+    vote->loss = judged->loss;
+    for (uint32_t k = 0; k < MS_LIMIT_NORMS; k++) {
+        vote->sums[k] = k < count ? norms[k].sum : 0.0;
+    }
+    vote->step = step->step;
+    vote->kind = (uint32_t)kind;
+    vote->runs = step->runs;
+    vote->gives_up = step->gives_up;
+    vote->halted = judged->halted;
+    vote->nonfinite = step->nonfinite;
+    for (int k = 0; k < 7; k++) {
+        vote->reserved[k] = 0;
+    }
+}
+
+/* Whether a vote is on the same as the one of rank 0. */
+MSI_HD bool msi_is_alike_vote(const ms_vote *vote, const ms_vote *first) {
+    return vote->step == first->step && vote->kind == first->kind && vote->runs == first->runs;
+}
+
+/* Counts the votes of all ranks, each of which gets the same result. The step is halted if a rank
+   gives it up, or votes on something else; or as the first rank is that is halted by itself. */
+MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_state *judged,
+                            ms_norm *norms, uint32_t count) {
+    double loss = 0.0;
+    uint32_t halted = MS_HALT_NONE, nonfinite = 0;
+    for (uint32_t r = 0; r < vote_count; r++) {
+        const ms_vote *vote = &votes[r];
+        loss += vote->loss;
+        halted = halted == (uint32_t)MS_HALT_NONE ? vote->halted : halted;
+        nonfinite = nonfinite == 0 || (vote->nonfinite > 0 && vote->nonfinite < nonfinite)
+                        ? vote->nonfinite
+                        : nonfinite;
+    }
+    for (uint32_t r = 0; r < vote_count; r++) { // the first to name, and one that gives up before all
+        const bool gives_up = votes[r].gives_up != 0;
+        if ((gives_up || !msi_is_alike_vote(&votes[r], votes)) &&
+            (halted != (uint32_t)MS_HALT_RANKS || (gives_up && judged->halted_reason == 0))) {
+            halted = MS_HALT_RANKS;
+            judged->halted_rank = r;
+            judged->halted_reason = votes[r].gives_up;
+        }
+    }
+    if (votes[0].kind <= (uint32_t)MS_VOTE_LOSS) {
+        judged->loss = loss;
+    }
+    if (judged->halted != halted) {
+        judged->halted = halted;
+        judged->halted_step = votes[0].step;
+    }
+    judged->nonfinite = nonfinite;
+    for (uint32_t k = 0; k < count; k++) {
+        norms[k].sum = 0.0;
+        for (uint32_t r = 0; r < vote_count; r++) {
+            norms[k].sum += votes[r].sums[k];
+        }
+    }
+}
+
 #endif // MEMSCALE_SHARED_DONE
 
 // ================================================================================================
@@ -6654,6 +6719,21 @@ static int msi_cpu_clip_scale(void *user, ms_norm *norms, const float *limits, u
     return 0;
 }
 
+static int msi_cpu_cast_vote(void *user, ms_vote *vote, ms_vote_kind kind,
+                             const ms_step_state *step, const ms_step_state *judged,
+                             const ms_norm *norms, uint32_t count) {
+    (void)user;
+    msi_cast_vote(vote, kind, step, judged, norms, count);
+    return 0;
+}
+
+static int msi_cpu_count_votes(void *user, const ms_vote *votes, uint32_t vote_count,
+                               ms_step_state *judged, ms_norm *norms, uint32_t count) {
+    (void)user;
+    msi_count_votes(votes, vote_count, judged, norms, count);
+    return 0;
+}
+
 static int msi_cpu_loss(void *user, const void *losses, uint64_t count, double factor,
                         ms_step_state *step) {
     (void)user;
@@ -7612,6 +7692,8 @@ static MSI_COLD void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     hardware->free_bytes = hardware->host_free_bytes;
 }
 
+enum { MSI_CALL_BYTES = 256 };
+
 #ifdef MSI_THREADS
 
 /* Threads, and a lock with a condition, as far as copy streams need them. */
@@ -7684,13 +7766,15 @@ static void msi_thread_join(msi_thread thread) {
 
 enum { MSI_COPY_RING = 256, MSI_CPU_STREAMS_COUNT = MS_STREAM_COUNT - 1 };
 
-/* A copy; or, where `after` is not NULL, a wait until so many of its jobs are done. */
+/* A copy; or, where `after` is not NULL, a wait until so many of its jobs are done; or a call. */
 typedef struct msi_copy_job {
     void *target;
     const void *source;
     uint64_t bytes;
     struct msi_copy_stream *after;
     uint64_t job_count;
+    void (*call)(void *argument);
+    uint64_t argument[MSI_CALL_BYTES / sizeof(uint64_t)];
 } msi_copy_job;
 
 /* The jobs of one direction, which a thread does in order. There is no thread before the first of
@@ -7734,9 +7818,11 @@ static MSI_NOINLINE void msi_await_jobs(msi_copy_stream *s, uint64_t job_count) 
     s->known_count = s->known_count < job_count ? msi_done_jobs(s, job_count) : s->known_count;
 }
 
-static void msi_do_job(const msi_copy_job *job) {
+static void msi_do_job(msi_copy_job *job) {
     if (job->after) {
         (void)msi_done_jobs(job->after, job->job_count);
+    } else if (job->call) {
+        job->call(job->argument);
     } else {
         memcpy(job->target, job->source, (size_t)job->bytes);
     }
@@ -7751,7 +7837,7 @@ MSI_THREAD_FN(msi_do_jobs, argument) {
             MSI_AWAIT_CHANGE(&s->monitor);
             continue;
         }
-        const msi_copy_job *job = &s->ring[s->done_count % MSI_COPY_RING];
+        msi_copy_job *job = &s->ring[s->done_count % MSI_COPY_RING];
         MSI_UNLOCK(&s->monitor);
         msi_do_job(job);
         MSI_LOCK(&s->monitor);
@@ -7763,7 +7849,7 @@ MSI_THREAD_FN(msi_do_jobs, argument) {
 }
 
 /* Enqueues a job, once there is room; does it at once if no thread can be started. */
-static int msi_enqueue_job(msi_copy_stream *s, const msi_copy_job *job) {
+static int msi_enqueue_job(msi_copy_stream *s, msi_copy_job *job) {
     if (!s->is_running && msi_monitor_init(&s->monitor)) {
         s->is_running = msi_thread_start(&s->thread, msi_do_jobs, s);
         if (!s->is_running) {
@@ -7790,14 +7876,33 @@ static msi_copy_stream *msi_cpu_stream(msi_cpu *c, ms_stream_kind stream) {
     return stream != MS_STREAM_COMPUTE ? &c->streams[(int)stream - 1] : NULL;
 }
 
+static int msi_cpu_copy_on(void *state, ms_stream_kind stream, void *target, const void *source,
+                           uint64_t bytes) {
+    msi_copy_job job = MSI_ZERO_INIT;
+    job.target = target;
+    job.source = source;
+    job.bytes = bytes;
+    return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, stream), &job);
+}
+
 static int msi_cpu_copy_in(void *state, void *device, const void *host, uint64_t bytes) {
-    const msi_copy_job job = {device, host, bytes, NULL, 0};
-    return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, MS_STREAM_TO_DEVICE), &job);
+    return msi_cpu_copy_on(state, MS_STREAM_TO_DEVICE, device, host, bytes);
 }
 
 static int msi_cpu_copy_out(void *state, void *host, const void *device, uint64_t bytes) {
-    const msi_copy_job job = {host, device, bytes, NULL, 0};
-    return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, MS_STREAM_TO_HOST), &job);
+    return msi_cpu_copy_on(state, MS_STREAM_TO_HOST, host, device, bytes);
+}
+
+static int msi_cpu_network_copy(void *state, void *target, const void *source, uint64_t bytes) {
+    return msi_cpu_copy_on(state, MS_STREAM_NETWORK, target, source, bytes);
+}
+
+static int msi_cpu_network_call(void *state, void (*function)(void *argument),
+                                const void *argument, uint32_t bytes) {
+    msi_copy_job job = MSI_ZERO_INIT;
+    job.call = function;
+    memcpy(job.argument, argument, bytes);
+    return msi_enqueue_job(msi_cpu_stream((msi_cpu *)state, MS_STREAM_NETWORK), &job);
 }
 
 static int msi_cpu_record(void *state, ms_stream_kind stream, uint32_t event) {
@@ -7840,7 +7945,9 @@ static int msi_cpu_wait(void *state, ms_stream_kind stream, uint32_t event) {
     if (!e->stream || e->stream == s || e->stream->known_count >= e->job_count) {
         return 0;
     }
-    const msi_copy_job job = {NULL, NULL, 0, e->stream, e->job_count};
+    msi_copy_job job = MSI_ZERO_INIT;
+    job.after = e->stream;
+    job.job_count = e->job_count;
     return msi_enqueue_job(s, &job);
 }
 
@@ -7923,12 +8030,16 @@ typedef struct msi_jobs {
     X(memory_alloc)                                                                                \
     X(memory_release)                                                                              \
     X(memory_resize)                                                                               \
-    X(fill_f32) X(scale_f32) X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware)
+    X(fill_f32)                                                                                    \
+    X(scale_f32) X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware) X(cast_vote)           \
+    X(count_votes)
 #define MSI_CPU_SHARED(X) X(copy) X(fill_bytes) X(add) X(cast) X(update) X(gemm)
 #define MSI_CPU_STREAMS(X)                                                                         \
     X(open)                                                                                        \
     X(close)                                                                                       \
-    X(prepare) X(copy_in) X(copy_out) X(synchronize) X(record) X(wait) X(wait_on_host) X(query)
+    X(prepare)                                                                                     \
+    X(copy_in) X(copy_out) X(network_copy) X(network_call) X(synchronize) X(record) X(wait)        \
+    X(wait_on_host) X(query)
 
 /* Those that share the work: for any state, and for one with a job system. */
 #define MSI_SHARED_WORK(name, jobs)                                                                \
@@ -7956,6 +8067,16 @@ typedef struct msi_jobs {
 MSI_SHARED_WORK(cpu, ((void)state, (const ms_parallel *)NULL))
 MSI_SHARED_WORK(jobs, ((const msi_jobs *)state)->parallel)
 
+/* Without a thread for the network. The caller's copy of the argument is not used any more. */
+static int msi_call_at_once(void *state, void (*function)(void *argument), const void *argument,
+                            uint32_t bytes) {
+    uint64_t copy[MSI_CALL_BYTES / sizeof(uint64_t)];
+    (void)state;
+    memcpy(copy, argument, bytes);
+    function(copy);
+    return 0;
+}
+
 /* The table without copy streams: every function takes any state. */
 static ms_backend msi_cpu_table(void) {
     ms_backend b = MSI_ZERO_INIT;
@@ -7967,7 +8088,8 @@ static ms_backend msi_cpu_table(void) {
     MSI_CPU_ALONE(MSI_X)
     MSI_CPU_SHARED(MSI_X)
 #undef MSI_X
-    b.copy_in = b.copy_out = b.copy;
+    b.copy_in = b.copy_out = b.network_copy = b.copy;
+    b.network_call = msi_call_at_once;
     return b;
 }
 
@@ -7994,7 +8116,7 @@ static MSI_COLD ms_backend msi_jobs_table(void) {
 #define MSI_X(function) b.function = msi_jobs_##function;
     MSI_CPU_SHARED(MSI_X)
 #undef MSI_X
-    b.copy_in = b.copy_out = b.copy;
+    b.copy_in = b.copy_out = b.network_copy = b.copy;
     return b;
 }
 
