@@ -621,6 +621,7 @@ typedef struct ms_step_state {
        that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
     uint32_t runs, gives_up; // uploaded, of several ranks: as in ms_vote
+    uint32_t passed; // uploaded as 0: votes since, after which ranks may have updated params
 } ms_step_state;
 
 /* What ranks vote on: the loss of an eval or of a micro-batch; the squares of the gradients; whether
@@ -1550,6 +1551,9 @@ typedef void (*ms_lifetime_fn)(const ms_lifetime *lifetime, void *user);
     X(MS_EVENT_CAST, "cast") /* target, source: of other dtypes, rounded to the nearest */         \
     X(MS_EVENT_COPY_IN, "copy in")   /* target, source, and so on: from the host, on its stream */ \
     X(MS_EVENT_COPY_OUT, "copy out") /* target, source, and so on: to the host, on its stream */   \
+    X(MS_EVENT_GATHER, "gather") /* target, source, and so on: the source of each rank in turn */  \
+    X(MS_EVENT_SCATTER, "scatter") /* target, source, and so on: this rank's part of the sum */    \
+    X(MS_EVENT_REDUCE, "reduce")   /* the same operand twice, and so on: becomes the sum */        \
     X(MS_EVENT_WAIT, "wait")     /* for the copies of these operands: target, source, and so on */ \
     X(MS_EVENT_ADD, "add")       /* target, source */                                              \
     X(MS_EVENT_NORM, "norm")     /* gradient, the ms_norm to whose sum its squares are added */    \
@@ -3862,7 +3866,8 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
                         ? vote->nonfinite
                         : nonfinite;
     }
-    for (uint32_t r = 0; r < vote_count; r++) { // the first to name, and one that gives up before all
+    for (uint32_t r = 0; r < vote_count;
+         r++) { // the first to name, and one that gives up before all
         const bool gives_up = votes[r].gives_up != 0;
         if ((gives_up || !msi_is_alike_vote(&votes[r], votes)) &&
             (halted != (uint32_t)MS_HALT_RANKS || (gives_up && judged->halted_reason == 0))) {
@@ -3873,6 +3878,8 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
     }
     if (votes[0].kind <= (uint32_t)MS_VOTE_LOSS) {
         judged->loss = loss;
+    } else if (halted == (uint32_t)MS_HALT_NONE) {
+        judged->passed++;
     }
     if (judged->halted != halted) {
         judged->halted = halted;
@@ -4294,6 +4301,7 @@ typedef struct msi_tensor {
     bool is_state;                         // of a layer, which changes it
     bool wanted;                           // by ms_want_gradient: its gradient
     uint8_t forced_moves, forbidden_moves; // masks of MSI_MOVES_VALUE and others
+    uint8_t least_sharding, most_less;     // forced, and forbidden: VALUE - the most that may be
     uint8_t technique[MS_TECHNIQUE_COUNT]; // ms_switch
     uint8_t borrowed;                      // mask of the roles whose memory is the trainer's
     uint8_t format;                        // as it was created: an msi_format
@@ -4443,6 +4451,7 @@ typedef enum msi_cost {
     MSI_COST_UPDATE_8BIT,  // of state in codes of 8 bits
     MSI_COST_MEASURED_END, // from here on: by stated speeds, which timed steps do not measure
     MSI_COST_LINK = MSI_COST_MEASURED_END, // between the host and the device
+    MSI_COST_NETWORK,                      // between ranks
     MSI_COST_COUNT
 } msi_cost;
 
@@ -4464,6 +4473,8 @@ typedef enum msi_cost {
       MSI_COUNTERS(reduce))
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
+enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
+
 typedef enum msi_engine { MSI_ENGINES(MSI_X) MSI_ENGINE_COUNT } msi_engine;
 #undef MSI_X
 
@@ -4495,7 +4506,10 @@ enum {
    copy has pairs of operands (PAIRS), a target and a source for each value that moves in it. There
    is a WAIT between what is issued to another engine and the next use of any of its operands.
    RECOMPUTE calls the recompute callback of a layer or, without one, forward; REPEAT calls forward
-   although there is such a callback, since what that reads has been dropped. NOTHING is no event. */
+   although there is such a callback, since what that reads has been dropped. Of several ranks, GATHER
+   fetches a whole param of which each has a shard; SHARE spreads what each has updated of a whole one,
+   in place; SCATTER makes shards of the sum of gradients, and REDUCE makes them the sum, in place.
+   NOTHING is no event. */
 #define MSI_OPS(X)                                                                                 \
     X(FORWARD, "forward", FORWARD, FORWARD, 0, COMPUTE, FORWARD, 0)                                \
     X(RECOMPUTE, "recompute", RECOMPUTE, RECOMPUTE, 0, COMPUTE, RECOMPUTE, 0)                      \
@@ -4508,6 +4522,10 @@ enum {
     X(CAST, "cast", CAST, COPY, 1, COMPUTE, COUNT, 1 << 1)                                         \
     X(COPY_IN, "copy in", COPY_IN, LINK, 1, TO_DEVICE, COUNT, MSI_PAIRS)                           \
     X(COPY_OUT, "copy out", COPY_OUT, LINK, 1, TO_HOST, COUNT, MSI_PAIRS)                          \
+    X(GATHER, "gather", GATHER, NETWORK, 1, GATHER, COUNT, MSI_PAIRS)                              \
+    X(SHARE, "gather", GATHER, NETWORK, 1, REDUCE, COUNT, MSI_PAIRS)                               \
+    X(SCATTER, "scatter", SCATTER, NETWORK, 1, REDUCE, COUNT, MSI_PAIRS)                           \
+    X(REDUCE, "reduce", REDUCE, NETWORK, 2, REDUCE, COUNT, MSI_PAIRS)                              \
     X(WAIT, "wait", WAIT, NONE, 0, COMPUTE, COUNT, MSI_PAIRS)                                      \
     X(ADD, "add", ADD, ADD, 2, COMPUTE, COUNT, 1 << 1)                                             \
     X(NORM, "norm", NORM, SUM, 1, COMPUTE, COUNT, 1 << 0)                                          \
@@ -4520,7 +4538,7 @@ typedef enum msi_op { MSI_OPS(MSI_X) MSI_OP_COUNT } msi_op;
 #undef MSI_X
 
 #define MSI_X(op, name, event, cost, passes, engine, phase, sources)                               \
-    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MSI_ENGINE_##engine, MS_PHASE_##phase,      \
+    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MSI_ENGINE_##engine, MS_PHASE_##phase,     \
      sources},
 static const struct {
     const char *name;
@@ -4579,6 +4597,7 @@ typedef struct msi_range {
     uint16_t part;  // 0: the whole value; n: part n - 1, as counted in msi_instruction.part
     uint8_t format; // an msi_format
     bool is_tile;   // it has the rows of one tile: that of the instructions that use it
+    bool is_shard;  // of a value that is divided among ranks, it has what is this rank's
     bool packed;    // its memory is right after that of the range before it, in one block
     bool aliased;   // another range uses this one's memory from its last instruction on
     bool outlives;  // it stays valid after the program, for ms_read
@@ -4602,11 +4621,13 @@ typedef struct msi_instruction {
     uint32_t operand_first;
     uint16_t operand_count;
     uint8_t op;
-    bool restores;       // a copy that restores state after a recomputation
-    bool is_first;       // a ZERO that only the first micro-batch of a step runs
-    bool follows;        // of a copy on another engine: it waits for what is computed before it
-    uint16_t part;       // of part_count equal ones: it works on that part of its tensor alone;
-    uint16_t part_count; // 0: on all of it
+    bool restores;   // a copy that restores state after a recomputation
+    bool is_first;   // a ZERO that only the first micro-batch of a step runs
+    bool is_last;    // a collective that only the last one runs
+    bool follows;    // of a copy on another engine: it waits for what is computed before it
+    uint16_t shards; // of so many equal ones, it works on the shard of this rank alone; 0: on all
+    uint16_t part;   // of part_count equal ones: it works on that part of its tensor, or of the
+    uint16_t part_count; // shard, alone; 0: on all of it
     uint16_t event;      // of a copy, signalled after it, or MSI_NO_EVENT; of a WAIT, waited for
     uint8_t format;      // of a layer's operands that can be in 16 bits
     bool is_timed;       // `us` is what the next simulation would find
@@ -4715,6 +4736,7 @@ typedef struct msi_resident {
     uint64_t bytes, offset;
     void *address;
     uint64_t staging; // of an input on the device: offset of its copy in the staging memory
+    uint64_t shard;   // elements that each rank has of what is divided among ranks; 0: all has each
     uint32_t event;   // recorded when that copy may be written again; MSI_NONE: there is no copy
     uint32_t factors; // of a param that learns: index of its factors in the step's memory
     uint32_t tensor;
@@ -4735,6 +4757,7 @@ enum {
         MSI_EVENT_SLICES + 2 * MSI_MOST_SLICES, // of what was enqueued before a copy
     MSI_EVENT_COPY,                             // the end of a copy that the host waits for
     MSI_EVENT_VERDICT,                          // the end of the copy of a verdict to the host
+    MSI_EVENT_NETWORK,                          // the end of a collective that is no instruction
     MSI_EVENT_COUNT
 };
 
@@ -4807,7 +4830,9 @@ typedef struct msi_store {
     uint64_t host_bytes, borrowed_bytes;
     uint64_t host_transient_bytes; // after host_bytes
     uint64_t staging_bytes;        // after these: the step, its verdict, inputs
-    uint64_t step_bytes;           // of the step's own memory: states and factors
+    uint64_t step_bytes;           // of the step's own memory: states, factors and votes
+    uint64_t votes;                // where the votes are there, one for each rank
+    uint64_t network;              // staging for collectives of the host, if the device is apart
     uint64_t factor_count;
     uint32_t event_count;      // of the model and of its staged inputs
     uint32_t copy_event_count; // of each engine in its programs; 0: not known yet
@@ -4822,6 +4847,7 @@ typedef struct msi_store {
     uint8_t *step;    // in device memory
     msi_debug *debug; // NULL: the model is not in debug mode
     uint32_t micro_count;
+    uint32_t rank_count;      // 1: of one rank
     bool knows_scale, scales; // msi_set_scale has set the state of a step; with a loss scale
 } msi_store;
 
@@ -4837,6 +4863,7 @@ typedef struct msi_store {
      moves         what lies on the host: a mask of MSI_MOVES_VALUE and others
      state_8bit    of a param: its optimizer state is in codes of 8 bits
      format        of a value that a layer makes and of its gradient, or of a param
+     sharding      of a param: what of it is divided among ranks, an msi_sharding
      tiles         of the first output of a layer: in how many it is computed, together with those before
                    it back to the first of its group, which begins_group; 0: whole
      room          of the plan, in the element after that of the last tensor: how much more may be live
@@ -4849,6 +4876,7 @@ typedef struct msi_store {
     X(uint8_t, moves, MSI_MOVES_ALL | MSI_IN_PLACE)                                                \
     X(bool, state_8bit, 1)                                                                         \
     X(uint8_t, format, MSI_FORMAT_COUNT - 1)                                                       \
+    X(uint8_t, sharding, MSI_SHARDS_VALUE)                                                         \
     X(uint16_t, tiles, MSI_MOST_TILES)                                                             \
     X(bool, begins_group, 1)                                                                       \
     X(uint8_t, room, 16)
@@ -4858,6 +4886,15 @@ typedef struct msi_tensor_decision {
     MSI_DECISION_FIELDS(MSI_X)
 #undef MSI_X
 } msi_tensor_decision;
+
+/* What of a param is divided among ranks; each level has what those before it have. A gradient is
+   divided while it accumulates; a value is gathered before each use. */
+typedef enum msi_sharding {
+    MSI_SHARDS_NOTHING,
+    MSI_SHARDS_STATE,
+    MSI_SHARDS_GRADIENT,
+    MSI_SHARDS_VALUE
+} msi_sharding;
 
 /* What can be moved to the host. The value of a param, its gradient and its state have their home
    there: each is copied to the device for its use and, if that has changed it, back. A value that a
@@ -4990,6 +5027,7 @@ typedef struct msi_costs {
     bool tf32;                           // ms_config.tf32
     double most_us;                      // ms_config.max_instruction_us
     bool splits_layers;                  // layers that take longer may be put in tiles
+    uint32_t rank_count;                 // 1: there is no network
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
 } msi_costs;
@@ -5159,6 +5197,18 @@ typedef struct msi_saved_plans {
     MSI_LIST(double) times; // of the file; while these are in force, those of the model
 } msi_saved_plans;
 
+/* What the thread of the network tells, and why this rank gives the step under way up. */
+typedef struct msi_ranks {
+    msi_flag is_broken; // a collective has failed: none is called any more
+    int error;          // of the comm, or 0
+    uint32_t count;     // of ranks; 1: the model is alone
+    bool has_agreed;    // a vote has ended the step, on all ranks
+    bool gives_up;      // from here on it takes part in collectives alone, until the next vote
+    bool is_committed;  // this step's vote on its update has been counted
+    ms_result why;
+    char text[MSI_ERROR_BYTES];
+} msi_ranks;
+
 struct ms_model {
     ms_model *self;   // for msi_enter
     msi_owned *owned; // the last
@@ -5177,6 +5227,7 @@ struct ms_model {
     uint32_t kept_count;
     msi_refuge refuge;
     msi_saved_plans loaded; // for the next ms_wrap
+    msi_ranks ranks;
     msi_run run;
     msi_views views;
     msi_errors errors;
@@ -5935,12 +5986,14 @@ static int msi_follow_compute(ms_model *m, msi_engine engine) {
 /* Issues a copy to its engine, after what was enqueued to compute before; the event is the end of
    the copy. What is enqueued next runs at the same time: the source must not change before the
    event, and only then may the host read what was copied there. */
-static ms_result msi_issue_copy(ms_model *m, msi_engine engine, void *target,
-                                const void *source, uint64_t bytes, uint32_t event) {
+static ms_result msi_issue_copy(ms_model *m, msi_engine engine, void *target, const void *source,
+                                uint64_t bytes, uint32_t event) {
     const bool enqueues = msi_enqueues_copies(&m->config.backend);
     int error = enqueues ? msi_follow_compute(m, engine) : 0;
     error = error ? error : msi_copy_by(m, engine, target, source, bytes);
-    error = !error && enqueues ? m->config.backend.record(m->device, msi_engines[engine].stream, event) : error;
+    error = !error && enqueues
+                ? m->config.backend.record(m->device, msi_engines[engine].stream, event)
+                : error;
     return msi_device(m, error, msi_engines[engine].what);
 }
 
@@ -5960,6 +6013,12 @@ static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
 /* The step's own memory on the host, and the staging of inputs after it. */
 static uint8_t *msi_staging_of(const msi_store *store) {
     return store->host + store->host_bytes + store->host_transient_bytes;
+}
+
+/* The staging of collectives, or NULL: they use what the device uses. */
+static uint8_t *msi_network_staging(const ms_model *m) {
+    const uint64_t at = m->run.store->network;
+    return at > 0 ? msi_staging_of(m->run.store) + at : NULL;
 }
 
 static uint8_t *msi_transient(const msi_run *r) {
@@ -6046,6 +6105,168 @@ static void msi_arena_leave(ms_arena *arena) {
         arena->backend.memory_release(arena->backend.user, &allocator, arena->memory, arena->bytes);
     }
     msi_release(&allocator, arena, sizeof *arena);
+}
+
+// ------------------------------------------------------------------------------------------------
+// >>ranks  collectives, by the functions of a comm, on the network's stream
+
+/* A collective on its way to the thread of the network. */
+typedef struct msi_network_call {
+    const ms_comm *comm;
+    msi_ranks *ranks;
+    ms_collective_fn function;
+    ms_collective what;
+} msi_network_call;
+typedef char msi_network_call_fits[sizeof(msi_network_call) <= MSI_CALL_BYTES ? 1 : -1];
+
+static void msi_do_collective(void *argument) {
+    const msi_network_call *call = (const msi_network_call *)argument;
+    if (msi_flag_is_set(&call->ranks->is_broken)) {
+        return;
+    }
+    const int error = call->function(call->comm->user, &call->what);
+    if (error) {
+        call->ranks->error = error;
+        msi_flag_put(&call->ranks->is_broken, 1);
+        if (call->comm->abort) {
+            call->comm->abort(call->comm->user);
+        }
+    }
+}
+
+/* The functions of a comm that are called by number. */
+#define MSI_COLLECTIVES(X) X(all_reduce) X(reduce_scatter) X(all_gather)
+#define MSI_X(name)        MSI_COLLECTIVE_##name,
+typedef enum msi_collective_kind {
+    MSI_COLLECTIVES(MSI_X) MSI_COLLECTIVE_COUNT
+} msi_collective_kind;
+#undef MSI_X
+
+static ms_collective_fn msi_collective_fn(const ms_comm *comm, msi_collective_kind kind) {
+#define MSI_X(name) comm->name,
+    const ms_collective_fn all[] = {MSI_COLLECTIVES(MSI_X)};
+#undef MSI_X
+    return all[kind];
+}
+
+static MSI_COLD ms_result msi_fail_ranks(ms_model *m) {
+    const ms_comm *comm = &m->config.comm;
+    const int error = m->ranks.error;
+    const char *text = comm->error_text ? comm->error_text(comm->user, error) : NULL;
+    m->run.failed = true;
+    return msi_fail(m, MS_RESULT_RANKS,
+                    "rank %u of %u: a collective of comm %s has failed with error %d%s%s: another "
+                    "rank has ended, or did not answer within comm_timeout (%g s); start again, "
+                    "perhaps with fewer ranks, and load the last checkpoint",
+                    (unsigned)comm->rank, (unsigned)comm->count, comm->name ? comm->name : "?",
+                    error, text ? ": " : "", text ? text : "", m->config.comm_timeout);
+}
+
+/* After a wait for the network. */
+static ms_result msi_check_ranks(ms_model *m) {
+    return msi_flag_is_set(&m->ranks.is_broken) ? msi_fail_ranks(m) : MS_RESULT_OK;
+}
+
+/* Enqueues a collective between memory that its comm can use. `count` is that of ms_collective. */
+static int msi_collect(ms_model *m, msi_collective_kind kind, const void *send, void *receive,
+                       uint64_t count, ms_dtype dtype) {
+    const ms_backend *b = &m->config.backend;
+    msi_network_call call = MSI_ZERO_INIT;
+    call.comm = &m->config.comm;
+    call.ranks = &m->ranks;
+    call.function = msi_collective_fn(call.comm, kind);
+    call.what.send = send;
+    call.what.receive = receive;
+    call.what.count = count;
+    call.what.dtype = dtype;
+    call.what.timeout_s = m->config.comm_timeout;
+    if (call.comm->on_device) {
+        call.what.stream = b->network_stream(m->device);
+        msi_do_collective(&call);
+        return 0;
+    }
+    if (call.comm->on_calling_thread) {
+        int error = 0;
+        if (msi_enqueues_copies(b)) {
+            error = b->record(m->device, MS_STREAM_NETWORK, MSI_EVENT_NETWORK);
+            error = error ? error : b->wait_on_host(m->device, MSI_EVENT_NETWORK);
+        }
+        if (!error) {
+            msi_do_collective(&call);
+        }
+        return error;
+    }
+    return b->network_call(m->device, msi_do_collective, &call, sizeof call);
+}
+
+/* All ranks receive what each sends: so many bytes of host memory each, in the order of the ranks.
+   Returns when all have. */
+static MSI_COLD ms_result msi_exchange_bytes(ms_model *m, const void *send, void *receive,
+                                             uint64_t bytes) {
+    const uint64_t ranks = m->ranks.count, all = (ranks + 1) * msi_align(bytes);
+    const bool on_device = m->config.comm.on_device;
+    void *memory = NULL;
+    if (ranks < 2 || m->config.dry_run) {
+        for (uint64_t r = 0; r < ranks; r++) {
+            memcpy((uint8_t *)receive + r * bytes, send, (size_t)bytes);
+        }
+        return MS_RESULT_OK;
+    }
+    ms_result result = msi_check_ranks(m);
+    MSI_THEN(result, on_device ? msi_device_alloc(m, all, &memory) : MS_RESULT_OK);
+    const void *from = memory ? memory : send;
+    void *to = memory ? (uint8_t *)memory + msi_align(bytes) : receive;
+    MSI_THEN(result, memory ? msi_copy(m, memory, false, send, true, bytes) : MS_RESULT_OK);
+    MSI_THEN(result, memory ? msi_synchronize(m) : MS_RESULT_OK);
+    MSI_THEN(result,
+             msi_device(m, msi_collect(m, MSI_COLLECTIVE_all_gather, from, to, bytes, MS_DTYPE_I8),
+                        "exchange between ranks"));
+    MSI_THEN(result, msi_synchronize(m));
+    MSI_THEN(result, msi_check_ranks(m));
+    MSI_THEN(result, memory ? msi_copy(m, receive, true, to, false, ranks * bytes) : MS_RESULT_OK);
+    msi_device_release(m, memory, all);
+    return result;
+}
+
+/* Makes a whole of the shards of all ranks; `shard` may be on the host. All are so many bytes. */
+static int msi_gather_shards(ms_model *m, void *whole, const void *shard, bool on_host,
+                             uint64_t bytes) {
+    const ms_backend *b = &m->config.backend;
+    const uint64_t own = m->config.comm.rank * bytes;
+    uint8_t *staged = msi_network_staging(m);
+    int error = 0;
+    if (staged) {
+        error = b->network_copy(m->device, staged + own, shard, bytes);
+        error = error ? error
+                      : msi_collect(m, MSI_COLLECTIVE_all_gather, staged + own, staged, bytes,
+                                    MS_DTYPE_I8);
+        return error ? error
+                     : b->network_copy(m->device, whole, staged, m->config.comm.count * bytes);
+    }
+    if (on_host && m->config.comm.on_device) {
+        error = b->network_copy(m->device, (uint8_t *)whole + own, shard, bytes);
+        shard = (uint8_t *)whole + own;
+    }
+    return error ? error
+                 : msi_collect(m, MSI_COLLECTIVE_all_gather, shard, whole, bytes, MS_DTYPE_I8);
+}
+
+/* Sums of so many elements over all ranks: of each rank's shard or, unless `scatters`, of all. */
+static int msi_sum_gradients(ms_model *m, void *target, const void *source, bool scatters,
+                             uint64_t count, ms_dtype dtype) {
+    const ms_backend *b = &m->config.backend;
+    const uint64_t bytes = count * ms_dtype_bytes(dtype);
+    const msi_collective_kind kind =
+        scatters ? MSI_COLLECTIVE_reduce_scatter : MSI_COLLECTIVE_all_reduce;
+    uint8_t *staged = msi_network_staging(m);
+    if (!staged) {
+        return msi_collect(m, kind, source, target, count, dtype);
+    }
+    uint8_t *received = staged + (scatters ? m->config.comm.rank * bytes : (uint64_t)0);
+    int error =
+        b->network_copy(m->device, staged, source, scatters ? m->config.comm.count * bytes : bytes);
+    error = error ? error : msi_collect(m, kind, staged, received, count, dtype);
+    return error ? error : b->network_copy(m->device, target, received, bytes);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -7692,8 +7913,6 @@ static MSI_COLD void msi_cpu_hardware(void *user, ms_hardware *hardware) {
     hardware->free_bytes = hardware->host_free_bytes;
 }
 
-enum { MSI_CALL_BYTES = 256 };
-
 #ifdef MSI_THREADS
 
 /* Threads, and a lock with a condition, as far as copy streams need them. */
@@ -7897,8 +8116,8 @@ static int msi_cpu_network_copy(void *state, void *target, const void *source, u
     return msi_cpu_copy_on(state, MS_STREAM_NETWORK, target, source, bytes);
 }
 
-static int msi_cpu_network_call(void *state, void (*function)(void *argument),
-                                const void *argument, uint32_t bytes) {
+static int msi_cpu_network_call(void *state, void (*function)(void *argument), const void *argument,
+                                uint32_t bytes) {
     msi_copy_job job = MSI_ZERO_INIT;
     job.call = function;
     memcpy(job.argument, argument, bytes);
@@ -8031,15 +8250,16 @@ typedef struct msi_jobs {
     X(memory_release)                                                                              \
     X(memory_resize)                                                                               \
     X(fill_f32)                                                                                    \
-    X(scale_f32) X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware) X(cast_vote)           \
-    X(count_votes)
+    X(scale_f32)                                                                                   \
+    X(loss) X(add_squares) X(clip_scale) X(factor) X(hardware) X(cast_vote) X(count_votes)
 #define MSI_CPU_SHARED(X) X(copy) X(fill_bytes) X(add) X(cast) X(update) X(gemm)
 #define MSI_CPU_STREAMS(X)                                                                         \
     X(open)                                                                                        \
     X(close)                                                                                       \
     X(prepare)                                                                                     \
-    X(copy_in) X(copy_out) X(network_copy) X(network_call) X(synchronize) X(record) X(wait)        \
-    X(wait_on_host) X(query)
+    X(copy_in)                                                                                     \
+    X(copy_out) X(network_copy) X(network_call) X(synchronize) X(record) X(wait) X(wait_on_host)   \
+        X(query)
 
 /* Those that share the work: for any state, and for one with a job system. */
 #define MSI_SHARED_WORK(name, jobs)                                                                \
@@ -8598,8 +8818,9 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
 #define MSI_MEMORY(kind, gib, of_these)                                                            \
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
-#define MSI_COMPUTE(major, minor, tensor)    major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
-#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false, 0.0, 0.0, false
+#define MSI_COMPUTE(major, minor, tensor) major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
+#define MSI_SPEEDS(gb, link, f32, tf32, f16)                                                       \
+    gb, link, link, 0.0, f32, tf32, f16, 0.0, false, 0.0, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
@@ -10081,6 +10302,12 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
            !((l->initial > 0.0f ? l->initial : 65536.0f) < l->least);
 }
 
+enum { MSI_MOST_RANKS = 1000 };
+
+static MSI_COLD bool msi_has_collectives(const ms_comm *c) {
+    return c->all_reduce && c->reduce_scatter && c->all_gather && c->broadcast && c->barrier;
+}
+
 /* What is wrong with a config with defaults filled in, and the number that is, or 0; NULL: nothing. */
 static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number) {
     const struct {
@@ -10111,6 +10338,19 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "it out"},
         {c->allocator.resize && !c->allocator.alloc, 0.0,
          "allocator: alloc and release are missing: set them along with resize, or none"},
+        {!(c->comm_timeout >= 0.0) || !msi_is_finite(c->comm_timeout), c->comm_timeout,
+         "comm_timeout: it must be a number of seconds"},
+        {c->comm.size > 0 && (c->comm.size != sizeof(ms_comm) || c->comm.count == 0 ||
+                              c->comm.rank >= c->comm.count || c->comm.count > MSI_MOST_RANKS),
+         (double)c->comm.count,
+         "comm: its size is not sizeof(ms_comm), its rank is not below its count, or there are too "
+         "many ranks (1000)"},
+        {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run && !msi_has_collectives(&c->comm),
+         0.0, "comm: a function is missing: all five collectives are required"},
+        {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run &&
+             !(c->backend.cast_vote && c->backend.count_votes && c->backend.network_copy &&
+               c->backend.network_call && (c->backend.network_stream || !c->comm.on_device)),
+         0.0, "comm: the backend lacks cast_vote or a function that is listed with it"},
         {c->memory && c->arena, 0.0,
          "memory: it cannot be lent to a model that shares an arena: lend each of the two alone"},
         {c->memory && c->memory_bytes == 0, 0.0,
@@ -10479,8 +10719,9 @@ static bool msi_check_technique(ms_model *m, const char *function, ms_technique 
 /* The index of a tensor that a technique can be set on, or MSI_NONE and an error that sticks. Of a
    param, its gradient and its state can be moved as well. */
 static uint32_t msi_technique_index(ms_model *m, ms_tensor tensor, ms_technique technique) {
-    const uint32_t t = technique == MS_TECHNIQUE_OFFLOADING ? msi_index(&m->graph, tensor)
-                                                            : msi_value_index(&m->graph, tensor);
+    const bool of_roles =
+        technique == MS_TECHNIQUE_OFFLOADING || technique == MS_TECHNIQUE_SHARDING;
+    const uint32_t t = of_roles ? msi_index(&m->graph, tensor) : msi_value_index(&m->graph, tensor);
     const msi_tensor *found = t == MSI_NONE ? NULL : &m->graph.tensors.items[t];
     const bool fits =
         found && (msi_techniques[technique].kinds >> found->kind & 1) &&
@@ -10499,6 +10740,16 @@ static void msi_set_moves(msi_tensor *t, uint32_t moves, ms_switch force) {
     t->forbidden_moves = (uint8_t)((t->forbidden_moves & ~moves) | (off ? moves : 0));
 }
 
+/* Forces or forbids to divide what has a role, or of a value all that belongs to it, among ranks. */
+static void msi_set_sharding(msi_tensor *t, msi_role role, ms_switch force) {
+    const int divides = (int)(role == MSI_ROLE_VALUE      ? MSI_SHARDS_VALUE
+                              : role == MSI_ROLE_GRADIENT ? MSI_SHARDS_GRADIENT
+                                                          : MSI_SHARDS_STATE);
+    const int most = role == MSI_ROLE_VALUE ? (int)MSI_SHARDS_NOTHING : divides - 1;
+    t->least_sharding = (uint8_t)(force == MS_SWITCH_ON ? divides : (int)MSI_SHARDS_NOTHING);
+    t->most_less = (uint8_t)(force == MS_SWITCH_OFF ? (int)MSI_SHARDS_VALUE - most : 0);
+}
+
 /* Forces or forbids a technique for those tensors of a layer that it can be set on. */
 static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique technique,
                              ms_switch force) {
@@ -10507,6 +10758,9 @@ static void msi_set_on_layer(ms_model *m, const msi_layer *l, ms_technique techn
             operand.t->technique[technique] = (uint8_t)force;
             if (technique == MS_TECHNIQUE_OFFLOADING) {
                 msi_set_moves(operand.t, MSI_MOVES_ALL, force);
+            }
+            if (technique == MS_TECHNIQUE_SHARDING) {
+                msi_set_sharding(operand.t, MSI_ROLE_VALUE, force);
             }
         }
     }
@@ -11358,6 +11612,10 @@ static void msi_fill_speeds(ms_hardware *h) {
     const double link =
         h->to_device_gb_per_s < h->to_host_gb_per_s ? h->to_device_gb_per_s : h->to_host_gb_per_s;
     h->mapped_gb_per_s = h->mapped_gb_per_s > 0.0 ? h->mapped_gb_per_s : 2.0 * link;
+    h->network_gb_per_s = h->network_gb_per_s > 0.0  ? h->network_gb_per_s
+                          : h->kind == MS_DEVICE_CPU ? 4.0
+                                                     : link;
+    h->network_us = h->network_us > 0.0 ? h->network_us : 20.0;
 }
 
 /* The device that the next plan is for: the one that was set, or the model's own, with the speeds
@@ -11374,6 +11632,7 @@ static void msi_get_hardware(ms_model *m) {
     }
     msi_fill_speeds(h);
     m->costs.tf32 = m->config.tf32;
+    m->costs.rank_count = m->ranks.count;
     m->costs.most_us = m->config.max_instruction_us;
     m->costs.splits_layers = m->config.tiling != MS_SWITCH_OFF;
     m->costs.has_copies =
@@ -12039,6 +12298,41 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     return resident;
 }
 
+/* What of a param is divided: what is at home on the host, is in whole on no rank; and a gradient that
+   is there between micro-batches is divided as they are. */
+static msi_sharding msi_sharding_of(const msi_store *store, const msi_tensor_decision *d) {
+    return store->rank_count < 2 || d->sharding == MSI_SHARDS_NOTHING ? MSI_SHARDS_NOTHING
+           : d->moves & MSI_MOVES_VALUE                               ? MSI_SHARDS_VALUE
+           : (d->moves & MSI_MOVES_GRADIENT) && store->micro_count > 1 &&
+                   d->sharding == MSI_SHARDS_STATE
+               ? MSI_SHARDS_GRADIENT
+               : (msi_sharding)d->sharding;
+}
+
+/* The least sharding that divides what has a role. */
+static msi_sharding msi_sharding_for(msi_role role) {
+    return role == MSI_ROLE_VALUE      ? MSI_SHARDS_VALUE
+           : role == MSI_ROLE_GRADIENT ? MSI_SHARDS_GRADIENT
+                                       : MSI_SHARDS_STATE;
+}
+
+/* Elements of each rank's shard of a param. Together they may be a few more than there are. */
+static uint64_t msi_shard_size(const msi_store *store, const msi_tensor *t) {
+    return msi_part_size(msi_elements(t), store->rank_count);
+}
+
+/* Bytes of the largest collective: of the votes, or of a param with all its shards. */
+static uint64_t msi_largest_collective(const ms_model *m, const msi_store *store) {
+    uint64_t most = store->rank_count * sizeof(ms_vote);
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {
+        if (t->kind == MSI_KIND_PARAM) {
+            const uint64_t all = store->rank_count * msi_shard_size(store, t);
+            most = msi_larger(most, all * msi_formats[t->format].bytes);
+        }
+    }
+    return msi_align(most);
+}
+
 /* Reserves what comes before the residents. The arena begins with the workspace of the backend and
    the memory of the step itself; host memory has the latter too, and room for the verdict that is
    copied out. Where the device computes in host memory, the memory of the step is there alone. */
@@ -12048,13 +12342,18 @@ static void msi_reserve(const ms_model *m, msi_store *store) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         store->factor_count += msi_learns(&m->graph.tensors.items[t]);
     }
+    store->votes = MSI_STATES_BYTES + msi_align(store->factor_count * sizeof(ms_update_factors));
     store->step_bytes =
-        MSI_STATES_BYTES + msi_align(store->factor_count * sizeof(ms_update_factors));
+        store->votes + (store->rank_count > 1 ? store->rank_count * sizeof(ms_vote) : 0);
     store->staging_bytes = store->step_bytes;
     store->reserved_bytes = (b->workspace_bytes + 255) & ~(uint64_t)255;
     if (!msi_is_direct(m)) {
         store->staging_bytes += MSI_STATES_BYTES;
         store->reserved_bytes += store->step_bytes;
+    }
+    if (store->rank_count > 1 && !m->config.comm.on_device && !b->device_is_host) {
+        store->network = store->staging_bytes;
+        store->staging_bytes += msi_largest_collective(m, store);
     }
     store->resident_bytes = store->reserved_bytes;
     store->event_count = MSI_EVENT_COUNT;
@@ -12181,6 +12480,7 @@ static ms_result msi_make_store(ms_model *m, msi_store **made) {
     *made = store;
     if (store) {
         store->micro_count = m->config.accumulation_steps ? m->config.accumulation_steps : 1;
+        store->rank_count = m->ranks.count;
         store->resident_of = (uint32_t *)msi_alloc_zeroed(a, bytes);
         msi_reserve(m, store);
     }
@@ -12555,9 +12855,23 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
     return p->code.ranges.count++;
 }
 
-/* A live range for all rows of a value or a gradient in a format. */
+static msi_sharding msi_sharding_at(const msi_lowering *w, uint32_t t) {
+    return w->store->rank_count < 2 ? MSI_SHARDS_NOTHING
+                                    : msi_sharding_of(w->store, msi_decided(w, t));
+}
+
+/* Bytes of all shards of a param. */
+static uint64_t msi_padded_bytes(const msi_store *store, const msi_tensor *t, msi_format format) {
+    return msi_format_bytes(format, store->rank_count * msi_shard_size(store, t));
+}
+
+/* A live range for all rows of a value or a gradient in a format; of a gradient, of all shards. */
 static uint32_t msi_new_whole(msi_lowering *w, uint32_t t, msi_role role, msi_format format) {
-    const uint64_t bytes = msi_value_bytes(&w->graph->tensors.items[t], format);
+    const msi_tensor *tensor = &w->graph->tensors.items[t];
+    const bool is_divided = role == MSI_ROLE_GRADIENT && tensor->kind == MSI_KIND_PARAM &&
+                            msi_sharding_at(w, t) != MSI_SHARDS_NOTHING;
+    const uint64_t bytes =
+        is_divided ? msi_padded_bytes(w->store, tensor, format) : msi_value_bytes(tensor, format);
     const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
         w->program->code.ranges.items[range].format = (uint8_t)format;
@@ -12614,12 +12928,24 @@ static void msi_use_both(msi_lowering *w, uint32_t target, bool accumulate, uint
     msi_use(w, source, false);
 }
 
+/* Makes a live range a shard, if another one is. */
+static void msi_make_alike(msi_lowering *w, uint32_t range, uint32_t other) {
+    msi_range *ranges = w->program->code.ranges.items;
+    if (range != MSI_NONE && ranges[other].is_shard) {
+        ranges[range].bytes = ranges[other].bytes;
+        ranges[range].is_shard = true;
+    }
+}
+
 /* Copies or casts a value to `range`, or, if that is MSI_NONE, to a new range in `format`. */
 static uint32_t msi_emit_copy_as(msi_lowering *w, uint32_t target, msi_role role, uint32_t range,
                                  uint32_t source, msi_format format) {
     const msi_format to = range == MSI_NONE ? format : msi_format_at(w, range);
     msi_emit_on(w, to == msi_format_at(w, source) ? MSI_OP_COPY : MSI_OP_CAST, target);
-    range = range == MSI_NONE ? msi_new_value(w, target, role, to) : range;
+    if (range == MSI_NONE) {
+        range = msi_new_value(w, target, role, to);
+        msi_make_alike(w, range, source);
+    }
     msi_use_both(w, range, false, source);
     return range;
 }
@@ -12676,7 +13002,10 @@ static void msi_send(msi_lowering *w, uint32_t t, msi_role role) {
     uint32_t away = msi_now(w, list, t);
     const bool is_new = away == MSI_NONE;
     msi_emit_on(w, MSI_OP_COPY, t);
-    away = is_new ? msi_new_whole(w, t, role, msi_format_at(w, now)) : away;
+    if (is_new) {
+        away = msi_new_whole(w, t, role, msi_format_at(w, now));
+        msi_make_alike(w, away, now);
+    }
     msi_use_both(w, away, false, now);
     if (is_new && away != MSI_NONE) {
         msi_set_now(w, list, t, away);
@@ -12730,22 +13059,24 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
     const uint32_t t = resident->tensor;
     const msi_tensor *tensor = &w->graph->tensors.items[t];
     const bool moved = msi_is_moved(w, t, resident->role);
+    const bool is_shard = p->code.ranges.items[range].is_shard;
     p->code.ranges.items[range].on_host = moved || resident->is_shown;
     if (!resident->borrowed) {
         *(p->code.ranges.items[range].on_host ? &p->layout.home_bytes
                                               : &p->layout.resident_bytes) +=
             msi_align(p->code.ranges.items[range].bytes);
     }
-    if (resident->role == MSI_ROLE_VALUE && moved) {
-        p->code.homes = msi_mix_in(p->code.homes, range);
+    if (resident->role == MSI_ROLE_VALUE && (moved || is_shard)) {
+        p->code.homes = msi_mix_in(p->code.homes, (uint64_t)range << 2 | moved << 1 | is_shard);
         w->now.value[t] = MSI_NONE;
         w->now.away[t] = range;
+    } else if (resident->role == MSI_ROLE_GRADIENT && is_shard) { // see msi_lower_reduction
     } else if (resident->role == MSI_ROLE_GRADIENT && tensor->wants_gradient) {
         *(moved ? &w->now.gradient_away[t] : &w->now.gradient[t]) = range;
     } else if (resident->role == MSI_ROLE_MASTER && w->calls_f32 &&
                p->code.ranges.items[range].bytes) {
-        w->now.value[t] = moved ? MSI_NONE : range; // read in place of the 16 bits
-        w->now.away[t] = moved ? range : MSI_NONE;
+        w->now.value[t] = moved || is_shard ? MSI_NONE : range; // read in place of the 16 bits
+        w->now.away[t] = moved || is_shard ? range : MSI_NONE;
     }
 }
 
@@ -12796,7 +13127,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         w->now.cleared[t] = MSI_NONE;
         w->again.met[t] = w->again.wanted[t] = w->tiles.cut[t] = 0;
         w->has_tiles |= decisions[t].tiles > 0;
-        w->has_moves |= decisions[t].moves > 0;
+        w->has_moves |= decisions[t].moves > 0 || decisions[t].sharding == MSI_SHARDS_VALUE;
         if (decisions[t].format != w->graph->tensors.items[t].format) {
             p->code.homes = msi_mix_in(p->code.homes, (uint64_t)t << 8 | decisions[t].format);
             w->has_narrow = true;
@@ -12817,15 +13148,22 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
         const bool is_none =
             resident->role == MSI_ROLE_MASTER && rounded == (msi_format)tensor->format;
         const uint64_t all = msi_role_bytes(w->optimizers, tensor, resident->role, true);
-        const uint64_t bytes = is_none ? 0
-                               : format == (msi_format)tensor->format
-                                   ? all
-                                   : msi_format_bytes(format, all / sizeof(float));
+        const msi_sharding sharding = tensor->kind == MSI_KIND_PARAM
+                                          ? msi_sharding_of(store, &decisions[resident->tensor])
+                                          : MSI_SHARDS_NOTHING;
+        const bool is_shard = sharding >= msi_sharding_for(resident->role);
+        const uint64_t bytes =
+            is_none    ? 0
+            : is_shard ? msi_format_bytes(format, msi_shard_size(store, tensor))
+            : sharding != MSI_SHARDS_NOTHING       ? msi_padded_bytes(store, tensor, format)
+            : format == (msi_format)tensor->format ? all
+                                                   : msi_format_bytes(format, all / sizeof(float));
         const uint32_t range = msi_new_range(w, resident->tensor, resident->role, bytes);
         if (range == MSI_NONE) {
             return;
         }
         p->code.ranges.items[range].format = (uint8_t)format;
+        p->code.ranges.items[range].is_shard = is_shard && !is_none;
         p->code.homes = msi_is_coded(format) ? msi_mix_in(p->code.homes, range) : p->code.homes;
         p->code.ranges.items[range].first = 0;
         p->code.ranges.items[range].last = MSI_NONE;
@@ -12841,10 +13179,17 @@ static uint32_t msi_pair_count(const msi_instruction *i) {
     return msi_has_pairs((msi_op)i->op) ? i->operand_count / 2u : 1;
 }
 
-/* The part of its param that an instruction works on, in elements. */
+/* The part of its param that an instruction works on, in elements; or that of a shard, counted from
+   where the shard begins, as if all shards were full. */
 static msi_part msi_part_at(const msi_graph *g, const msi_instruction *i) {
-    const uint64_t elements = g->tensors.items[i->target].bytes / sizeof(float);
-    return msi_part_of(elements, i->part, i->part_count);
+    const uint64_t elements = msi_elements(&g->tensors.items[i->target]);
+    return msi_part_of(i->shards > 0 ? msi_part_size(elements, i->shards) : elements, i->part,
+                       i->part_count);
+}
+
+/* Whether an instruction works on a part of a live range: not where this has that part alone. */
+static bool msi_is_divided(const msi_instruction *i, const msi_range *range) {
+    return (i->part_count > 1 && range->part == 0) || (i->shards > 0 && !range->is_shard);
 }
 
 /* Bytes of an operand that an instruction of the library itself uses. */
@@ -12856,10 +13201,9 @@ static uint64_t msi_operand_bytes(const msi_graph *g, const msi_program *p,
             msi_value_bytes(&g->tensors.items[range->tensor], (msi_format)range->format);
         return msi_scale_rows(all, i->rows.count, i->rows.of);
     }
-    if (i->part_count <= 1 || range->part > 0) {
-        return range->bytes;
-    }
-    return msi_part_bytes((msi_format)range->format, msi_part_at(g, i)).count;
+    return !msi_is_divided(i, range)
+               ? range->bytes
+               : msi_part_bytes((msi_format)range->format, msi_part_at(g, i)).count;
 }
 
 /* Bytes of a pair of a copy: of its target or, in parts, of the end that is the part. */
@@ -12889,9 +13233,22 @@ static uint64_t msi_updated_bytes(const msi_graph *g, const msi_program *p,
     return bytes;
 }
 
+/* Bytes of what a collective makes whole, or of whole it makes shards. */
+static uint64_t msi_gathered_bytes(const msi_program *p, const msi_instruction *i) {
+    const uint32_t of = i->op == MSI_OP_SCATTER; // of each pair
+    uint64_t bytes = 0;
+    for (uint32_t k = of; k < i->operand_count; k += 2) {
+        bytes += msi_operand_range(p, i, k)->bytes;
+    }
+    return bytes;
+}
+
 /* Bytes that an instruction of the library itself moves. An update reads the param, its gradient
    and its state, and writes all of these except the gradient. */
 static double msi_moved_bytes(const msi_graph *g, const msi_program *p, const msi_instruction *i) {
+    if (msi_ops[i->op].cost == MSI_COST_NETWORK) {
+        return (double)msi_gathered_bytes(p, i) * (double)msi_ops[i->op].passes;
+    }
     uint64_t bytes = msi_pair_bytes(g, p, i, 0);
     if (i->op == MSI_OP_UPDATE) {
         return 2.0 * (double)bytes + (double)msi_operand_bytes(g, p, i, 1) +
@@ -12959,9 +13316,25 @@ static double msi_update_us(const msi_graph *g, const msi_costs *c, const msi_pr
            g->tensors.items[i->target].update_flops / (msi_tflops(c, MSI_FORMAT_F32) * 1e6);
 }
 
-/* The engine that an op runs on: a device without links has one. */
+/* The engine that an op runs on: a device without links has one, and the network. */
 static msi_engine msi_engine_of(const msi_costs *c, msi_op op) {
-    return c->has_links ? msi_ops[op].engine : MSI_ENGINE_COMPUTE;
+    const msi_engine engine = msi_ops[op].engine;
+    return c->has_links || msi_engines[engine].is_network ? engine : MSI_ENGINE_COMPUTE;
+}
+
+/* The time of a collective that moves whole values of so many bytes: each rank sends and receives all
+   except its own share, once for each pass (Thakur, Rabenseifner and Gropp, "Optimization of
+   collective communication operations in MPICH", 2005, section 4). Shards on the host cross the link. */
+static double msi_network_us(const msi_costs *c, const msi_program *p, const msi_instruction *i,
+                             double bytes) {
+    const double ranks = (double)c->rank_count;
+    double us = c->hardware.network_us +
+                bytes * (ranks - 1.0) / ranks / (c->hardware.network_gb_per_s * 1e3);
+    for (uint32_t k = 1; k < i->operand_count && i->op == MSI_OP_GATHER; k += 2) {
+        const msi_range *shard = msi_operand_range(p, i, k);
+        us += shard->on_host ? msi_copy_us(c, MSI_ENGINE_TO_DEVICE, shard->bytes) : 0.0;
+    }
+    return us;
 }
 
 /* The time of a call for a tile: its share of the time for all rows, but no less than the time that
@@ -13000,6 +13373,8 @@ static double msi_duration_us(const msi_graph *g, const msi_costs *c, const msi_
                (c->has_links ? msi_copy_us(c, msi_ops[op].engine, (uint64_t)bytes)
                              : msi_bytes_us(c, MSI_COST_COPY, 2.0 * bytes));
     }
+    case MSI_COST_NETWORK:
+        return msi_network_us(c, p, i, bytes);
     case MSI_COST_FILL:
     case MSI_COST_COPY:
     case MSI_COST_ADD:
@@ -13457,8 +13832,10 @@ static bool msi_lies_after(const msi_lowering *w, uint32_t home, uint32_t before
     return at == end;
 }
 
-/* Makes the last instruction one for a part of its tensor. */
-static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count) {
+/* Makes the last instruction one for a part of its tensor, or of a shard of it. */
+static MSI_NOINLINE void msi_set_part(msi_lowering *w, uint32_t part, uint32_t part_count,
+                                      bool is_shard) {
+    msi_last(w)->shards = (uint16_t)(is_shard ? w->store->rank_count : 0);
     if (part_count > 1) {
         msi_last(w)->part = (uint16_t)part;
         msi_last(w)->part_count = (uint16_t)part_count;
@@ -13485,22 +13862,45 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const msi_role role = (msi_role)p->code.ranges.items[home].role;
     const msi_format format = (msi_format)p->code.ranges.items[home].format;
     const msi_tensor *tensor = &w->graph->tensors.items[t];
-    const msi_part some =
-        msi_part_of(msi_elements_of(w->optimizers, tensor, role), part, part_count);
-    const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0
+    const bool is_shard = p->code.ranges.items[home].is_shard;
+    const uint64_t elements =
+        is_shard ? msi_shard_size(w->store, tensor) : msi_elements_of(w->optimizers, tensor, role);
+    const msi_part some = msi_part_of(elements, part, part_count);
+    const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0 || is_shard
                                ? msi_part_bytes(format, some).count
                                : msi_value_bytes(tensor, format);
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
-        msi_set_part(w, part, part_count);
+        msi_set_part(w, part, part_count, is_shard);
     }
     const uint32_t range = msi_new_range(w, t, role, bytes);
     if (range != MSI_NONE) {
+        p->code.ranges.items[range].is_shard = is_shard;
         p->code.ranges.items[range].format = (uint8_t)format;
         p->code.ranges.items[range].part = (uint16_t)(part_count > 1 ? part + 1 : 0);
         p->code.ranges.items[range].packed = before != MSI_NONE;
     }
     msi_use_home(w, range, home, home, before);
+    return range;
+}
+
+/* Gathers a whole param from the shards that are at home on all ranks: along with what was gathered
+   from `before`, by the last instruction, or by itself. Returns the range where it lands. */
+static uint32_t msi_gather_home(msi_lowering *w, uint32_t home, uint32_t before) {
+    const msi_range *of = &w->program->code.ranges.items[home];
+    const msi_format format = (msi_format)of->format;
+    const uint32_t t = of->tensor;
+    const msi_role role = (msi_role)of->role;
+    if (before == MSI_NONE) {
+        msi_emit(w, MSI_OP_GATHER, t);
+    }
+    const uint32_t range =
+        msi_new_range(w, t, role, msi_padded_bytes(w->store, &w->graph->tensors.items[t], format));
+    if (range != MSI_NONE) {
+        w->program->code.ranges.items[range].format = (uint8_t)format;
+        w->program->code.ranges.items[range].packed = before != MSI_NONE;
+    }
+    msi_use_both(w, range, false, home);
     return range;
 }
 
@@ -13510,7 +13910,7 @@ static void msi_send_home(msi_lowering *w, uint32_t home, uint32_t range, uint32
                           uint32_t part, uint32_t part_count) {
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, w->program->code.ranges.items[home].tensor);
-        msi_set_part(w, part, part_count);
+        msi_set_part(w, part, part_count, w->program->code.ranges.items[home].is_shard);
     }
     msi_use_home(w, home, range, home, before);
 }
@@ -13526,8 +13926,13 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
             continue;
         }
         const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
-        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
-        msi_set_now(w, w->now.value, t, msi_fetch_home(w, home, before, 0, 0));
+        const bool is_shard = w->program->code.ranges.items[home].is_shard;
+        const bool alike = before != MSI_NONE && !w->program->out_of_memory &&
+                           w->program->code.ranges.items[before].is_shard == is_shard;
+        before = along && alike && msi_can_join(w, home, before) ? before : MSI_NONE;
+        msi_set_now(w, w->now.value, t,
+                    is_shard ? msi_gather_home(w, home, before)
+                             : msi_fetch_home(w, home, before, 0, 0));
         before = home;
     }
 }
@@ -13942,10 +14347,91 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 // ------------------------------------------------------------------------------------------------
 // >>updates  the update of a param, early or late, in parts, with what moves for it
 
-/* Computes the norm of all gradients, for clipping and for the loss scale. */
+/* The sum of a gradient over all ranks, in place; `before`: along with another, by the last
+   instruction. */
+static void msi_emit_reduce(msi_lowering *w, uint32_t t, uint32_t gradient) {
+    msi_emit(w, MSI_OP_REDUCE, t);
+    msi_use_both(w, gradient, false, gradient);
+}
+
+/* Adds the shard of a micro-batch's gradient to the sum of all, which is on the device or at home. */
+static void msi_lower_accumulation(msi_lowering *w, uint32_t t, uint32_t shard) {
+    const uint32_t sum =
+        (uint32_t)(msi_find_resident(w->store, t, MSI_ROLE_GRADIENT) - w->store->residents.items);
+    const bool at_home = msi_is_moved(w, t, MSI_ROLE_GRADIENT);
+    uint32_t now = sum;
+    if (at_home) {
+        now = msi_emit_copy(w, t, MSI_ROLE_GRADIENT, MSI_NONE, sum);
+        msi_emit(w, MSI_OP_ZERO, t);
+        msi_use(w, now, false);
+        msi_last(w)->is_first = true;
+    }
+    msi_emit(w, MSI_OP_ADD, t);
+    msi_use_both(w, now, true, shard);
+    if (at_home) {
+        msi_emit(w, MSI_OP_COPY, t);
+        msi_use_both(w, sum, false, now);
+    }
+    msi_set_now(w, w->now.gradient, t, at_home ? MSI_NONE : sum);
+    msi_set_now(w, w->now.gradient_away, t, at_home ? sum : MSI_NONE);
+}
+
+/* What ranks do with a gradient that is complete: each has the sum over all afterwards, whole or the
+   shard that it updates. One that accumulates whole leaves in the last micro-batch; from its home on
+   the host later still, see msi_lower_norm. */
+static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
+    const uint32_t gradient = msi_now(w, w->now.gradient, t);
+    const bool accumulates = w->store->micro_count > 1;
+    const msi_sharding sharding = msi_sharding_at(w, t);
+    if (w->store->rank_count < 2 || gradient == MSI_NONE || w->program->out_of_memory) {
+        return;
+    }
+    if (sharding == MSI_SHARDS_NOTHING) {
+        if (!accumulates || !msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+            msi_emit_reduce(w, t, gradient);
+            msi_last(w)->is_last = accumulates;
+        }
+        return;
+    }
+    const msi_format format = msi_format_at(w, gradient);
+    msi_emit(w, MSI_OP_SCATTER, t);
+    msi_last(w)->is_last = accumulates && sharding == MSI_SHARDS_STATE;
+    const uint32_t shard = msi_new_range(
+        w, t, MSI_ROLE_GRADIENT,
+        msi_format_bytes(format, msi_shard_size(w->store, &w->graph->tensors.items[t])));
+    if (shard != MSI_NONE) {
+        w->program->code.ranges.items[shard].format = (uint8_t)format;
+        w->program->code.ranges.items[shard].is_shard = true;
+    }
+    msi_use_both(w, shard, false, gradient);
+    msi_set_now(w, w->now.gradient, t, shard);
+    if (accumulates && sharding > MSI_SHARDS_STATE && shard != MSI_NONE) {
+        msi_lower_accumulation(w, t, shard);
+    }
+}
+
+/* Sums over all ranks of whole gradients that accumulate at home on the host. */
+static void msi_lower_late_reductions(msi_lowering *w) {
+    for (uint32_t t = 0; t < w->graph->tensors.count && w->store->rank_count > 1 &&
+                         w->store->micro_count > 1 && !w->program->out_of_memory;
+         t++) {
+        if (msi_learns(&w->graph->tensors.items[t]) &&
+            msi_sharding_at(w, t) == MSI_SHARDS_NOTHING &&
+            msi_now(w, w->now.gradient_away, t) != MSI_NONE) {
+            msi_fetch(w, t, MSI_ROLE_GRADIENT);
+            msi_emit_reduce(w, t, msi_now(w, w->now.gradient, t));
+            msi_send(w, t, MSI_ROLE_GRADIENT);
+            msi_set_now(w, w->now.gradient, t, MSI_NONE);
+        }
+    }
+}
+
+/* Computes the norm of all gradients, for clipping and for the loss scale. Each of several ranks sums
+   the squares of its shard, also of a gradient that it has whole. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
+    msi_lower_late_reductions(w);
     if (w->keeps_gradients || (!msi_takes_norm(w->optimizers) && !w->scales_loss)) {
         return;
     }
@@ -13956,6 +14442,8 @@ static void msi_lower_norm(msi_lowering *w) {
         if (msi_learns(&g->tensors.items[t]) || alone) { // without updates, for overflows
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
             msi_emit(w, MSI_OP_NORM, t);
+            msi_last(w)->shards =
+                (uint16_t)(w->store->rank_count > 1 && !alone ? w->store->rank_count : 0);
             msi_use_both(w, msi_now(w, w->now.gradient, t), false, p->code.norm);
             if (msi_now(w, w->now.gradient_away, t) != MSI_NONE) {
                 msi_set_now(w, w->now.gradient, t, MSI_NONE);
@@ -13976,10 +14464,15 @@ static bool msi_is_custom(const msi_lowering *w, uint32_t param) {
 static uint32_t msi_update_parts(const msi_lowering *w, uint32_t param) {
     const msi_tensor_decision *d = &w->decisions[param];
     const msi_tensor *t = &w->graph->tensors.items[param];
-    const bool whole =
-        msi_is_custom(w, param) || msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole ||
-        (d->state_8bit && msi_part_size(t->bytes / sizeof(float), d->parts) < MSI_CODED_GROUP);
-    return whole || d->parts < 2 ? 1 : d->parts;
+    const bool is_shard = msi_sharding_at(w, param) != MSI_SHARDS_NOTHING;
+    const uint64_t elements = is_shard ? msi_shard_size(w->store, t) : t->bytes / sizeof(float);
+    const uint64_t wanted = is_shard ? (d->parts + w->store->rank_count - 1) / w->store->rank_count
+                                     : (uint64_t)d->parts;
+    const uint64_t each = msi_part_size(elements, (uint32_t)wanted);
+    const bool whole = msi_is_custom(w, param) ||
+                       msi_optimizer_of(msi_desc_of(w->optimizers, t)->kind).is_whole ||
+                       (d->state_8bit && each < MSI_CODED_GROUP);
+    return whole || wanted < 2 ? 1 : (uint32_t)((elements + each - 1) / each);
 }
 
 /* Lists the operands of the update of a param. */
@@ -13996,6 +14489,12 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
         list[count].range = now[count];
         list[count].home = homes[count];
         list[count].is_fetched = now[count] == MSI_NONE && homes[count] != MSI_NONE;
+    }
+    if (msi_sharding_at(w, param) == MSI_SHARDS_VALUE) { // of the value that may be whole here
+        const bool at_home = msi_is_moved(w, param, MSI_ROLE_VALUE);
+        list[0].range = at_home ? MSI_NONE : store->resident_of[param];
+        list[0].home = at_home ? store->resident_of[param] : MSI_NONE;
+        list[0].is_fetched = at_home;
     }
     for (uint32_t i = store->resident_of[param] + 1; i < store->residents.count; i++) {
         const msi_resident *resident = &store->residents.items[i];
@@ -14080,7 +14579,7 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
     for (uint32_t n = 0; n < w->queue.update_count; n++) {
         const msi_param_update *u = &w->queue.updates[n];
         msi_emit(w, MSI_OP_UPDATE, u->param);
-        msi_set_part(w, part, parts);
+        msi_set_part(w, part, parts, msi_sharding_at(w, u->param) != MSI_SHARDS_NOTHING);
         for (uint32_t k = 0; k < u->count; k++) {
             msi_use(w, u->operands[k].range, false);
         }
@@ -14112,6 +14611,17 @@ static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
     const uint32_t parts = w->queue.update_count > 0 ? w->queue.updates[0].parts : 0;
     for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
         msi_lower_update_part(w, part, parts);
+    }
+    uint32_t shared = 0; // of whole values, each of which has a shard that is new
+    for (uint32_t n = 0; n < w->queue.update_count && !w->program->out_of_memory; n++) {
+        const msi_param_update *u = &w->queue.updates[n];
+        const msi_sharding sharding = msi_sharding_at(w, u->param);
+        if (sharding != MSI_SHARDS_NOTHING && sharding != MSI_SHARDS_VALUE) {
+            if (shared++ == 0) {
+                msi_emit(w, MSI_OP_SHARE, u->param);
+            }
+            msi_use_both(w, u->operands[0].range, false, u->operands[0].range);
+        }
     }
     w->queue.update_count = 0;
 }
@@ -14314,7 +14824,8 @@ static void msi_lower_first_micro(msi_lowering *w) {
     for (uint32_t i = 0; i < w->store->residents.count; i++) {
         const msi_resident *resident = &w->store->residents.items[i];
         if (resident->role == MSI_ROLE_GRADIENT && !resident->borrowed &&
-            msi_now(w, w->now.gradient_away, resident->tensor) == MSI_NONE) {
+            msi_now(w, w->now.gradient_away, resident->tensor) == MSI_NONE &&
+            !w->program->code.ranges.items[i].on_host) {
             msi_emit(w, MSI_OP_ZERO, resident->tensor);
             msi_use(w, i, false);
             msi_last(w)->is_first = true;
@@ -14344,6 +14855,12 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         }
         if (!group) {
             msi_lower_backward(w, layer);
+        }
+        for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && w->store->rank_count > 1; k++) {
+            const uint32_t t = msi_completed_param(w->graph, layer, k);
+            if (t != MSI_NONE) {
+                msi_lower_reduction(w, t);
+            }
         }
         msi_lower_early_updates(w, layer);
         for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) { // what no update has used up
@@ -14570,7 +15087,8 @@ static bool msi_begin_block(msi_lowering *w) {
    word: it has all that lowering asks of it. */
 static bool msi_is_alike(const msi_range *a, const msi_range *b) {
     return a->bytes == b->bytes && a->format == b->format && a->part == b->part &&
-           a->is_tile == b->is_tile && a->packed == b->packed && a->on_host == b->on_host;
+           a->is_tile == b->is_tile && a->is_shard == b->is_shard && a->packed == b->packed &&
+           a->on_host == b->on_host;
 }
 
 /* Finds whether a word of the whereabouts is the same in both programs. */
@@ -14905,13 +15423,14 @@ static bool msi_make_blocks(const ms_allocator *a, msi_program *p, uint32_t resi
    how many copies like a copy in that is issued may still be queued on its engine. */
 enum { MSI_LONGEST_GAP = 64, MSI_QUEUED_COPIES = 4 };
 
-/* A copy between host and device: in, if its engine fetches, or out. A slot is the number of an
-   instruction among all that are not such copies. */
+/* A copy between host and device, or a collective: in, if its engine fetches, or out. A slot is the
+   number of an instruction among all that are not such copies. What a collective makes is its device
+   end, if it fetches, or else its host end, wherever that is. */
 typedef struct msi_transfer {
     uint32_t instruction; // in the old list
     uint32_t operand_first, pair_count;
     uint32_t made;   // the slot that follows it in the old list
-    uint32_t needed; // of a copy in: the first slot that uses it or a later copy of its engine
+    uint32_t needed; // the first slot that uses what it or a later copy of its engine has made
     uint32_t issue;  // it is issued before this slot
     uint32_t wait;   // it is awaited before this slot
     uint32_t next;   // the next copy of its engine that is not left out, or the count
@@ -14961,14 +15480,14 @@ static bool msi_is_in(const msi_transfer *t) {
     return msi_engines[t->engine].fetches;
 }
 
-/* Gives copies from and to the host the ops of their directions. Whether there are any. Copies of
+/* Gives copies from and to the host the ops of their directions. Whether any are issued. Copies of
    what callbacks use on the host are no transfers: they follow what is computed before them, stay
    where lowering has put them, and are awaited at once. */
 static bool msi_find_transfers(msi_scheduling *s) {
     const msi_program *p = s->program;
     for (MSI_ITEMS(msi_instruction, i, p->code.instructions)) {
         const msi_op op = msi_direction(p, i);
-        if (op != (msi_op)i->op) {
+        if (msi_is_issued(op)) {
             const uint32_t host = p->code.operands.items[i->operand_first + msi_fetches(op)].range;
             i->op = (uint8_t)op;
             i->follows =
@@ -15060,8 +15579,8 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     }
 }
 
-/* Notes the slot at hand as one that needs the copies in of the operands of an instruction: only
-   these are noted for ranges on the device. */
+/* Notes the slot at hand as one that needs what copies have made on the device: these alone are
+   noted for ranges there. */
 static void msi_note_needs(msi_scheduling *s, const msi_instruction *i) {
     const msi_code *code = &s->program->code;
     const msi_operand *operands = code->operands.items + i->operand_first;
@@ -15100,12 +15619,10 @@ static void msi_list_transfers(msi_scheduling *s) {
     memset(needed, 0xff, sizeof needed); // MSI_NONE
     for (uint32_t k = s->transfer_count; k-- > 0;) {
         msi_transfer *t = &s->transfers[k];
-        if (msi_is_in(t)) { // no later than the copies after it on its engine
-            uint32_t *next = &needed[t->engine];
-            t->needed = t->needed == MSI_NONE ? t->made : t->needed;
-            *next = t->needed = t->needed < *next ? t->needed : *next;
-            t->issue = t->needed;
-        }
+        uint32_t *next = &needed[t->engine]; // no later than the copies after it on its engine
+        t->needed = t->needed == MSI_NONE && msi_is_in(t) ? t->made : t->needed;
+        *next = t->needed = t->needed < *next ? t->needed : *next;
+        t->issue = msi_is_in(t) ? t->needed : t->issue;
     }
 }
 
@@ -15122,9 +15639,10 @@ static void msi_sum_slots(msi_scheduling *s) {
         msi_range *range = &p->code.ranges.items[k];
         const uint32_t of = s->of_range[k]; // on the device, a copy in
         const uint32_t end = msi_live_end(s, range);
-        const uint32_t first = range->on_host   ? end
-                               : of == MSI_NONE ? s->slot[range->first]
-                                                : s->transfers[of].needed;
+        const uint32_t first = range->on_host ? end
+                               : of == MSI_NONE || !msi_is_in(&s->transfers[of])
+                                   ? s->slot[range->first]
+                                   : s->transfers[of].needed;
         if (first < end) {
             s->live_bytes[first] += msi_align(range->bytes);
             s->live_bytes[end] -= msi_align(range->bytes);
@@ -15296,10 +15814,15 @@ static void msi_await_out(msi_placing *w, msi_queue *q) {
     msi_count_held(w, t, true);
 }
 
+/* Engines on one stream do what they are given in that order. */
 static void msi_begin_copy(msi_placing *w, msi_queue *q) {
     msi_transfer *t = &w->s->transfers[q->next];
-    q->free_us = (w->us > q->free_us ? w->us : q->free_us) + t->us;
-    t->done_us = q->free_us;
+    t->done_us = (w->us > q->free_us ? w->us : q->free_us) + t->us;
+    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+        if (msi_engines[engine].stream == msi_engines[t->engine].stream) {
+            w->queues[engine].free_us = t->done_us;
+        }
+    }
     q->next = t->next;
     q->most = ++q->count > q->most ? q->count : q->most;
 }
@@ -15375,8 +15898,8 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
         msi_count_held(w, &s->transfers[q->next], false);
         msi_begin_copy(w, q);
     }
-    while (q->count > 0 &&
-           (ends || s->transfers[q->first].done_us <= w->us || !msi_has_room_for(w, 0))) {
+    while (q->count > 0 && (ends || s->transfers[q->first].done_us <= w->us ||
+                            s->transfers[q->first].needed <= w->slot || !msi_has_room_for(w, 0))) {
         msi_await_out(w, q);
     }
 }
@@ -17128,7 +17651,7 @@ typedef struct msi_clock {
     const msi_graph *graph;
     const msi_costs *costs;
     const msi_program *program;
-    double free_us[MSI_ENGINE_COUNT]; // when all that is enqueued there is done
+    double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
     double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
     double mapped_us; // of the last update: how much longer it took by state on the host
@@ -17143,10 +17666,10 @@ static inline double msi_round_us(double us) {
 
 /* Enqueues work that starts no sooner than `ready_us`. Returns its start. */
 static double msi_enqueue(msi_clock *c, msi_engine engine, double ready_us, double us) {
-    const double free_us = c->free_us[engine];
-    const double start_us = ready_us > free_us ? ready_us : free_us;
-    c->stall_us += engine == MSI_ENGINE_COMPUTE ? start_us - free_us : 0.0;
-    c->free_us[engine] = start_us + msi_round_us(us);
+    double *free_us = &c->free_us[msi_engines[engine].stream];
+    const double start_us = ready_us > *free_us ? ready_us : *free_us;
+    c->stall_us += engine == MSI_ENGINE_COMPUTE ? start_us - *free_us : 0.0;
+    *free_us = start_us + msi_round_us(us);
     return start_us;
 }
 
@@ -17205,6 +17728,17 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     }
 }
 
+/* Where ranks exchange through the host, collectives and copies have less of the link each. */
+static void msi_clock_divide(msi_clock *c, msi_engine engine, double start_us, double us) {
+    for (int k = MSI_FIRST_ISSUED; k < MSI_ENGINE_COUNT; k++) {
+        const bool other = msi_engines[k].is_network != msi_engines[engine].is_network;
+        if (c->costs->hardware.network_is_link && c->costs->rank_count > 1 && other &&
+            k != (int)MSI_ENGINE_REDUCE && engine != MSI_ENGINE_COMPUTE) {
+            msi_enqueue(c, (msi_engine)k, start_us, us);
+        }
+    }
+}
+
 /* Runs the next instruction of the program, which takes `us`. Returns its start. */
 static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->code.instructions.items[now];
@@ -17213,11 +17747,12 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
                             : i->follows         ? c->free_us[MSI_ENGINE_COMPUTE]
                                                  : 0.0;
     const double start_us = msi_enqueue(c, engine, ready_us, us);
+    msi_clock_divide(c, engine, start_us, us);
     if (i->op == MSI_OP_UPDATE) {
         msi_clock_share(c, i);
     }
     if (i->op != MSI_OP_WAIT && i->event != MSI_NO_EVENT) {
-        c->event_us[i->event] = c->free_us[engine];
+        c->event_us[i->event] = c->free_us[msi_engines[engine].stream];
     }
     if (now + 1 == c->program->code.forward_end) {
         msi_clock_judge(c);
@@ -17227,8 +17762,8 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
 
 static msi_times msi_read_clock(const msi_clock *c) {
     msi_times times = c->program->predicted.last;
-    for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
-        times.us = c->free_us[engine] > times.us ? c->free_us[engine] : times.us;
+    for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
+        times.us = c->free_us[stream] > times.us ? c->free_us[stream] : times.us;
     }
     times.stall_us = c->stall_us;
     return times;
@@ -17256,31 +17791,45 @@ static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uin
     return step;
 }
 
+/* Times instructions from number `now` to before `end`; what only the last micro-batch runs takes no
+   time unless that is_last. */
+static void msi_time_part(msi_clock *c, msi_program *p, uint32_t now, uint32_t end, bool is_last) {
+    msi_times *times = &p->predicted.last;
+    for (; now < end; now++) {
+        msi_instruction *i = &p->code.instructions.items[now];
+        i->us = i->is_timed ? i->us : msi_duration_us(c->graph, c->costs, p, i);
+        i->is_timed = !is_last;
+        const double us = i->is_last && !is_last ? 0.0 : i->us;
+        msi_clock_run(c, now, us);
+        times->link_us[msi_ops[i->op].engine] += msi_is_issued((msi_op)i->op) ? us : 0.0;
+        for (int k = 0; k < MSI_ENGINE_COUNT && i->op == MSI_OP_UPDATE && c->mapped_us > 0.0; k++) {
+            times->link_us[k] += msi_engines[k].is_link ? c->mapped_us : 0.0;
+        }
+        times->recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
+    }
+}
+
 static void msi_time_program(const msi_graph *g, const msi_costs *costs, const msi_store *store,
                              msi_program *p) {
-    msi_clock c;
-    msi_clock_start(&c, g, costs, store, p);
-    memset(&p->predicted.last, 0, sizeof p->predicted.last);
-    for (uint32_t now = 0; now < p->code.instructions.count; now++) {
-        msi_instruction *i = &p->code.instructions.items[now];
-        const double us = i->us = i->is_timed ? i->us : msi_duration_us(g, costs, p, i);
-        i->is_timed = false;
-        if (now == p->code.backward_end) { // computing stalls until all engines are done
+    const uint32_t count = p->code.instructions.count;
+    const bool repeats = store->micro_count > 1 && p->code.backward_end < count;
+    const uint32_t micro_end = repeats ? p->code.backward_end : 0;
+    for (int is_last = store->rank_count < 2 || !repeats; is_last < 2; is_last++) {
+        msi_clock c;
+        msi_clock_start(&c, g, costs, store, p);
+        memset(&p->predicted.last, 0, sizeof p->predicted.last);
+        msi_time_part(&c, p, 0, micro_end, is_last);
+        if (repeats && is_last == (store->rank_count < 2)) { // it stalls until all engines are done
             p->predicted.micro = msi_read_clock(&c);
             p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MSI_ENGINE_COMPUTE];
         }
-        msi_clock_run(&c, now, us);
-        p->predicted.last.link_us[msi_ops[i->op].engine] += msi_is_issued((msi_op)i->op) ? us : 0.0;
-        for (int k = 0; k < MSI_ENGINE_COUNT && i->op == MSI_OP_UPDATE && c.mapped_us > 0.0; k++) {
-            p->predicted.last.link_us[k] += msi_engines[k].is_link ? c.mapped_us : 0.0;
+        if (is_last) {
+            msi_time_part(&c, p, micro_end, count, true);
+            p->predicted.last = msi_read_clock(&c);
         }
-        p->predicted.last.recompute_us += msi_is_again((msi_op)i->op) ? us : 0.0;
     }
-    p->predicted.last = msi_read_clock(&c);
-    p->predicted.micro = store->micro_count > 1 && p->code.backward_end < p->code.instructions.count
-                             ? p->predicted.micro
-                             : p->predicted.last;
-    const bool evals = p->code.forward_end == p->code.instructions.count;
+    p->predicted.micro = repeats ? p->predicted.micro : p->predicted.last;
+    const bool evals = p->code.forward_end == count;
     p->predicted.step =
         msi_sum_step(&p->predicted.micro, &p->predicted.last, evals ? 1 : store->micro_count);
 }
@@ -17832,6 +18381,7 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].moves = (uint8_t)(msi_movable(g, t) & tensor->forced_moves & msi_lent(tensor));
         decisions[t].state_8bit = false;
         decisions[t].format = tensor->format;
+        decisions[t].sharding = MSI_SHARDS_NOTHING;
         decisions[t].tiles = 0;
         decisions[t].begins_group = false;
     }
@@ -17925,6 +18475,38 @@ static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_de
     }
 }
 
+/* The most that may be divided of a param among ranks. Not what the trainer lends or wants to read,
+   nor what is updated as a whole; a value without a gradient may be, or nothing. Of state in codes each
+   rank has whole groups. */
+static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
+                                      const msi_tensor_decision *d) {
+    const msi_tensor *tensor = &s->graph->tensors.items[t];
+    const msi_optimizers *o = s->lowering->optimizers;
+    const ms_optimizer_kind kind = msi_desc_of(o, tensor)->kind;
+    const bool learns = msi_learns(tensor),
+               parts = msi_optimizer_of(kind).is_built_in && !msi_optimizer_of(kind).is_whole;
+    if (s->store->rank_count < 2 || tensor->kind != MSI_KIND_PARAM || tensor->on_host ||
+        msi_lent(tensor) || tensor->bytes != tensor->largest_bytes || tensor->wanted ||
+        (learns && (!parts || s->lowering->keeps_gradients)) ||
+        (d->state_8bit && msi_shard_size(s->store, tensor) % MSI_CODED_GROUP != 0)) {
+        return MSI_SHARDS_NOTHING;
+    }
+    const int most = (int)MSI_SHARDS_VALUE - (int)tensor->most_less;
+    const bool keeps_value = tensor->in_place; // its address was given away
+    return most >= (int)MSI_SHARDS_VALUE && !keeps_value ? MSI_SHARDS_VALUE
+           : !learns                                     ? MSI_SHARDS_NOTHING
+           : most >= (int)MSI_SHARDS_GRADIENT            ? MSI_SHARDS_GRADIENT
+                                                         : (msi_sharding)most;
+}
+
+/* What is forced of that. */
+static msi_sharding msi_least_sharding(const msi_scorer *s, uint32_t t,
+                                       const msi_tensor_decision *d) {
+    const msi_sharding most = msi_most_sharding(s, t, d);
+    const msi_sharding least = (msi_sharding)s->graph->tensors.items[t].least_sharding;
+    return least < most ? least : most;
+}
+
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
    updates, roundings and tiles are those of the plans that it searches. */
 static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
@@ -17942,6 +18524,8 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
             decisions[t].moves = s->homes[t].moves;
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
+        decisions[t].sharding = (uint8_t)(s->homes ? (msi_sharding)s->homes[t].sharding
+                                                   : msi_least_sharding(s, t, &decisions[t]));
         const uint32_t rounds =
             tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
         decisions[t].format =
@@ -18344,8 +18928,10 @@ static double msi_awaited_us(const msi_greedy *w, const msi_instruction *wait) {
 
 /* Whether an instruction waits for copies in or, unless `in`, is a copy out. */
 static bool msi_uses_link(const msi_program *p, const msi_instruction *i, bool in) {
-    return in ? i->op == MSI_OP_WAIT && msi_engines[msi_awaited_engine(p, i)].fetches
-              : msi_sends((msi_op)i->op);
+    const msi_engine engine =
+        i->op == MSI_OP_WAIT ? msi_awaited_engine(p, i) : msi_ops[i->op].engine;
+    return msi_engines[engine].is_link && msi_engines[engine].fetches == in &&
+           in == (i->op == MSI_OP_WAIT);
 }
 
 /* The time left for copies in: the least that any wait from an instruction on leaves; or for copies
@@ -18363,7 +18949,7 @@ static void msi_find_time_left(const msi_greedy *w, double *left, bool in) {
         }
         link_us += !msi_uses_link(p, i, in) ? 0.0 : in ? msi_awaited_us(w, i) : i->us;
         left[now] = us - link_us;
-        us += msi_ops[i->op].cost == MSI_COST_LINK ? 0.0 : i->us;
+        us += msi_is_issued((msi_op)i->op) ? 0.0 : i->us;
     }
     for (uint32_t k = 0; k < count; k++) {
         const uint32_t now = in ? count - 1 - k : k;
@@ -19019,7 +19605,9 @@ static void msi_blame_copies(msi_blame *b, const msi_scorer *s) {
             const bool pauses = b->begin_us[now] + b->us[now] < next_us[engine];
             owed_us[engine] = pauses ? 0.0 : owed_us[engine];
             next_us[engine] = b->begin_us[now];
-            msi_blame_copy(b, s, i, 0.05 * us + (us < owed_us[engine] ? us : owed_us[engine]));
+            if (msi_engines[engine].is_link) {
+                msi_blame_copy(b, s, i, 0.05 * us + (us < owed_us[engine] ? us : owed_us[engine]));
+            }
         }
     }
 }
@@ -22162,7 +22750,7 @@ typedef struct msi_ordering {
     const ms_allocator *allocator;
     msi_program *program;
     msi_access *accesses;
-    uint32_t *access_first;                                    // per instruction, and of the end
+    uint32_t *access_first;                                      // per instruction, and of the end
     uint32_t *copies[MSI_ENGINE_COUNT], count[MSI_ENGINE_COUNT]; // of each engine: instructions
     uint8_t *relied_on; // per instruction: others need that it follows what is computed
     uint64_t bytes;     // of all these
@@ -22182,7 +22770,9 @@ static msi_access msi_access_of(const msi_ordering *o, const msi_instruction *i,
         uint32_t slot;
         const int group = msi_operand_group(l, i, k, &slot);
         a.writes = msi_is_written(l, i, group, slot);
-    } else if (i->part_count > 1 && range->role != MSI_ROLE_NORM) {
+    } else if (i->part_count > 1 && range->role != MSI_ROLE_NORM &&
+               (i->shards == 0 ||
+                range->is_shard)) { // a whole one that it has a shard of: all of it
         part = msi_part_bytes((msi_format)range->format, msi_part_at(o->graph, i));
         part.begin = range->part > 0 ? 0 : part.begin;
     }
@@ -23481,6 +24071,9 @@ static void msi_take_out(ms_technique technique, const msi_tensor *t, msi_tensor
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         d->state_8bit = false;
         break;
+    case MS_TECHNIQUE_SHARDING:
+        d->sharding = MSI_SHARDS_NOTHING;
+        break;
     case MS_TECHNIQUE_COUNT:
         break;
     }
@@ -23767,7 +24360,7 @@ static ms_result msi_plan_at(ms_model *m, const msi_store *store, msi_goal goal,
 }
 
 /* Gives all residents the places that a plan has decided on, and room to its transient values. */
-static void msi_put_homes(msi_store *store, msi_plan *plan) {
+static void msi_put_homes(const msi_graph *g, msi_store *store, msi_plan *plan) {
     plan->makes_room = true;
     store->resident_bytes = store->reserved_bytes;
     store->host_bytes = store->borrowed_bytes = 0;
@@ -23776,6 +24369,10 @@ static void msi_put_homes(msi_store *store, msi_plan *plan) {
         resident->on_host = plan->train.code.ranges.items[k].on_host;
         resident->bytes = plan->train.code.ranges.items[k].bytes;
         resident->format = (msi_format)plan->train.code.ranges.items[k].format;
+        resident->shard = 0;
+        if (plan->train.code.ranges.items[k].is_shard) {
+            resident->shard = msi_shard_size(store, &g->tensors.items[resident->tensor]);
+        }
         if (!resident->on_host) {
             msi_place_resident(store, resident);
         }
@@ -23832,7 +24429,7 @@ static ms_result msi_take_plans(ms_model *m, msi_store *store, msi_plan **plans)
         }
         result = msi_plan_at(m, store, MSI_GOAL_BUDGET, largest ? sizes : NULL, largest, &plan);
         if (plan && !largest && msi_is_sound_file(f)) {
-            msi_put_homes(store, plan);
+            msi_put_homes(&m->graph, store, plan);
         }
         if (plan) {
             plan->next = *plans;
@@ -23879,7 +24476,7 @@ static ms_result msi_make_plans(ms_model *m, msi_goal goal, msi_store **store, m
         MSI_THEN(result,
                  msi_plan_at(m, *store, alone && goal == MSI_GOAL_BUDGET ? MSI_GOAL_TRY : goal,
                              NULL, NULL, plans));
-        MSI_DO(result, msi_put_homes(*store, *plans));
+        MSI_DO(result, msi_put_homes(&m->graph, *store, *plans));
     }
     msi_plan *largest = result == MS_RESULT_OK ? msi_plan_at_largest(*plans) : NULL;
     for (uint32_t a = 0; a < MS_LIMIT_AXES && largest && beyond; a++) {
@@ -24826,6 +25423,9 @@ static MSI_COLD bool msi_is_applied(const msi_review *r, uint32_t layer, ms_tech
         return r->moved[tensor] != 0 && msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         return r->plan->decisions[tensor].state_8bit && msi_tells_of(r, layer, tensor);
+    case MS_TECHNIQUE_SHARDING:
+        return r->plan->decisions[tensor].sharding != MSI_SHARDS_NOTHING &&
+               msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
         return r->plan->decisions[tensor].format != t->format;
     case MS_TECHNIQUE_TILING:
@@ -24851,6 +25451,7 @@ static MSI_COLD bool msi_matters(const msi_review *r, uint32_t layer, ms_techniq
     case MS_TECHNIQUE_OFFLOADING:
         return msi_may_stream(t) || waits;
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
+    case MS_TECHNIQUE_SHARDING:
         return msi_tells_of(r, layer, tensor);
     case MS_TECHNIQUE_MIXED_PRECISION:
         return t->kind != MSI_KIND_PARAM;
@@ -25237,6 +25838,8 @@ static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
     case MS_TECHNIQUE_OPTIMIZER_8BIT:
         facts |= msi_8bit_facts(r, layer, left);
         break;
+    case MS_TECHNIQUE_SHARDING:
+        break;
     case MS_TECHNIQUE_MIXED_PRECISION:
         facts |= msi_narrow_facts(r, left);
         break;
@@ -25555,12 +26158,26 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
     return result;
 }
 
+/* What a rank runs, besides the number of its step: equal if other ranks run the same. */
+static uint32_t msi_runs(const ms_model *m) {
+    uint64_t hash = msi_mix_in(m->run.micro, m->run.program == &m->run.plan->eval);
+    for (uint32_t a = 0; a < m->graph.axis_count; a++) {
+        hash = msi_mix_in(hash, (uint64_t)m->graph.axes[a].size);
+    }
+    for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
+        hash = m->graph.tensors.items[t].is_paused ? msi_mix_in(hash, t + 1ull) : hash;
+    }
+    return (uint32_t)(hash >> 32);
+}
+
 /* Uploads what changes from step to step. */
 static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
     state->seed = msi_seed_at(m, m->run.micro);
     state->gradient_factor = m->run.gradient_factor > 0.0f ? m->run.gradient_factor : 1.0f;
+    state->gives_up = state->passed = 0;
+    state->runs = msi_runs(m);
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
 
@@ -25590,7 +26207,7 @@ static ms_result msi_upload_factors(ms_model *m) {
         to[resident->factors].rate *= msi_rate_of_matrix(o, t);
         to[resident->factors].decay = msi_decay_factor(o, msi_weight_decay(m, t));
     }
-    return last ? msi_upload(m, MSI_STATES_BYTES, m->run.store->step_bytes) : MS_RESULT_OK;
+    return last ? msi_upload(m, MSI_STATES_BYTES, m->run.store->votes) : MS_RESULT_OK;
 }
 
 static ms_result msi_copy_verdict(ms_model *m) {
@@ -25630,13 +26247,42 @@ static MSI_COLD msi_words msi_nonfinite_name(const ms_model *m, const ms_nonfini
 
 /* Whether a step was halted for a reason that is an error. */
 static bool msi_is_error_halt(const ms_step_state *state) {
-    return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM;
+    return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM ||
+           state->halted == (uint32_t)MS_HALT_RANKS;
+}
+
+/* A step that a rank has given up, or in which ranks run different things. */
+static MSI_COLD ms_result msi_fail_by_rank(ms_model *m, const ms_step_state *state) {
+    const uint32_t reason = state->halted_reason, layer = reason & 0xffffffu;
+    const ms_result why = (ms_result)(reason >> 24);
+    const msi_words at = layer > 0 && layer <= m->graph.layers.count
+                             ? msi_words_of(" at %s", msi_layer_label(&m->graph, layer - 1).text)
+                             : msi_words_of("%s", "");
+    m->run.failed |= state->passed > 0;
+    if (m->ranks.gives_up) {
+        m->ranks.gives_up = false;
+        return msi_fail(m, m->ranks.why, "%s", m->ranks.text);
+    }
+    if (reason == 0) {
+        return msi_fail(m, MS_RESULT_RANKS,
+                        "rank %u runs something else than rank 0: another step, micro-batch, size "
+                        "of an axis, or function; all ranks must call the same functions of the "
+                        "library in the same order",
+                        (unsigned)state->halted_rank);
+    }
+    return msi_fail(m, why == MS_RESULT_CANCELLED ? why : MS_RESULT_RANKS,
+                    "rank %u has given the step up%s: %s (%s); nothing of it counts on any rank",
+                    (unsigned)state->halted_rank, at.text, ms_result_text(why),
+                    ms_result_name(why));
 }
 
 static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *state, uint64_t step) {
     const bool loss = state->halted == (uint32_t)MS_HALT_LOSS, noted = m->run.nonfinite.count > 0;
     const bool overflows = !loss && state->scaling.growth_steps > 0 && state->overflow > 0;
     msi_words first = MSI_ZERO_INIT;
+    if (state->halted == (uint32_t)MS_HALT_RANKS) {
+        return msi_fail_by_rank(m, state);
+    }
     first = noted ? msi_nonfinite_name(m, &m->run.nonfinite) : first;
     if (m->run.infinite.count > 0) {
         first = msi_words_of("%s. Of what it reads, %s", first.text,
@@ -25708,6 +26354,7 @@ static ms_result msi_settle_verdict(ms_model *m) {
 static ms_result msi_report_halt(ms_model *m) {
     const ms_step_state left = m->run.halt;
     memset(&m->run.halt, 0, sizeof m->run.halt);
+    m->ranks.has_agreed |= msi_is_error_halt(&left);
     return msi_check_halt(m, &left, left.halted_step);
 }
 
@@ -25717,6 +26364,54 @@ static ms_result msi_act_on_verdict(ms_model *m) {
     MSI_THEN(result, msi_report_halt(m));
     MSI_THEN(result, eval ? msi_check_halt(m, msi_verdict(m, true), m->run.step) : MS_RESULT_OK);
     return result;
+}
+
+/* All ranks tell all others how their step goes, and learn that of all: the loss, norms and halts
+   become those of all. Where the device is asynchronous, so is the vote. */
+static ms_result msi_vote(ms_model *m, ms_vote_kind kind, ms_norm *norms) {
+    const ms_backend *b = &m->config.backend;
+    const uint32_t ranks = m->ranks.count, count = norms ? m->optimizers.norm_count : 0;
+    const bool streams = msi_enqueues_copies(b);
+    ms_step_state *judged = msi_state_on_device(m, msi_is_eval(&m->run));
+    if (ranks < 2) {
+        return MS_RESULT_OK;
+    }
+    ms_vote *votes = (ms_vote *)(void *)(m->run.store->step + m->run.store->votes);
+    ms_vote *own = votes + m->config.comm.rank;
+    int error =
+        b->cast_vote(m->device, own, kind, msi_state_on_device(m, false), judged, norms, count);
+    error = !error && streams ? msi_follow_compute(m, MSI_ENGINE_REDUCE) : error;
+    error = error ? error : msi_gather_shards(m, votes, own, false, sizeof *votes);
+    error = !error && streams ? b->record(m->device, MS_STREAM_NETWORK, MSI_EVENT_NETWORK) : error;
+    error = !error && streams ? b->wait(m->device, MS_STREAM_COMPUTE, MSI_EVENT_NETWORK) : error;
+    ms_result result = msi_device(m, error, "vote of the ranks");
+    MSI_THEN(result, msi_check_ranks(m));
+    MSI_THEN(result, msi_await_verdict_copy(m));
+    MSI_THEN(result,
+             MSI_DEVICE(m, count_votes, "vote of the ranks", votes, ranks, judged, norms, count));
+    m->run.verdict = MSI_VERDICT_ON_DEVICE;
+    return result;
+}
+
+/* A vote that the host waits for, unless the device judges by itself. */
+static ms_result msi_vote_to_go(ms_model *m) {
+    const bool waits = m->ranks.count > 1 && !m->config.backend.is_asynchronous;
+    ms_result result = msi_vote(m, MS_VOTE_GO, NULL);
+    MSI_THEN(result, waits ? msi_copy_verdict(m) : MS_RESULT_OK);
+    MSI_THEN(result, waits ? msi_act_on_verdict(m) : MS_RESULT_OK);
+    m->ranks.is_committed = result == MS_RESULT_OK;
+    return result;
+}
+
+/* This rank has failed: the others learn that by the next vote. */
+static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why, uint32_t layer) {
+    ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
+    m->ranks.gives_up = true;
+    m->ranks.why = why;
+    memcpy(m->ranks.text, m->errors.text, sizeof m->ranks.text);
+    state->gives_up = (uint32_t)why << 24 | (layer < 0xffffffu ? layer + 1 : 0);
+    return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, gives_up),
+                      MSI_STATE_BYTES + offsetof(ms_step_state, gives_up) + sizeof state->gives_up);
 }
 
 static int msi_call_update(ms_model *m, const ms_update_args *args) {
@@ -25746,6 +26441,17 @@ static void *msi_stream(const ms_model *m) {
     return b->stream && m->device ? b->stream(m->device) : NULL;
 }
 
+/* The elements of its param that an instruction works on, on this rank. Shards after the last element
+   are empty. */
+static msi_part msi_own_part(const ms_model *m, const msi_instruction *i) {
+    const uint64_t elements = msi_elements(&m->graph.tensors.items[i->target]);
+    msi_part part = msi_part_at(&m->graph, i);
+    part.begin += i->shards > 0 ? m->config.comm.rank * msi_part_size(elements, i->shards) : 0;
+    part.begin = msi_smaller(part.begin, elements);
+    part.count = msi_smaller(part.count, elements - part.begin);
+    return part;
+}
+
 /* Where the part of an operand begins that an instruction works on; or its rows, of one that is cut. */
 static void *msi_part_address(const ms_model *m, const msi_program *p, const msi_instruction *i,
                               uint32_t range) {
@@ -25756,10 +26462,11 @@ static void *msi_part_address(const ms_model *m, const msi_program *p, const msi
             msi_value_bytes(&m->graph.tensors.items[r->tensor], (msi_format)r->format);
         return r->is_tile ? whole : whole + msi_scale_rows(all, i->rows.begin, i->rows.of);
     }
-    if (i->part_count == 0 || r->part > 0 || r->role == MSI_ROLE_NORM) {
+    if ((i->part_count == 0 && i->shards == 0) || r->part > 0 || r->role == MSI_ROLE_NORM) {
         return whole;
     }
-    return whole + msi_part_bytes((msi_format)r->format, msi_part_at(&m->graph, i)).begin;
+    const msi_part part = r->is_shard ? msi_part_at(&m->graph, i) : msi_own_part(m, i);
+    return whole + msi_part_bytes((msi_format)r->format, part).begin;
 }
 
 static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
@@ -25801,7 +26508,7 @@ static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
     args.user = o->user;
     args.param = msi_handle(&m->graph, i->target, MSI_ROLE_VALUE);
     args.kind = o->kind;
-    const msi_part part = msi_part_at(&m->graph, i);
+    const msi_part part = msi_own_part(m, i);
     args.begin = part.begin;
     args.count = part.count;
     args.seed = msi_seed_of_param(m, i->target);
@@ -25831,15 +26538,18 @@ static ms_update_args msi_update_args_of(ms_model *m, const msi_program *p,
 static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instruction *i) {
     const uint32_t range = p->code.operands.items[i->operand_first].range;
     const ms_dtype dtype = msi_dtype_of((msi_format)p->code.ranges.items[range].format);
-    const uint64_t count = p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
+    const uint64_t count = i->shards > 0
+                               ? msi_own_part(m, i).count
+                               : p->code.ranges.items[range].bytes / ms_dtype_bytes(dtype);
     const msi_tensor *t = &m->graph.tensors.items[i->target];
     ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
     double *norm = &norms[m->optimizers.groups.items[t->group].norm].sum;
     const ms_result result = msi_await_verdict_copy(m);
     return result != MS_RESULT_OK || t->is_paused
                ? result
-               : MSI_DEVICE(m, add_squares, "sum of squares", msi_address(m, p, range), dtype,
-                            count, norm, i->target + 1, &msi_state_on_device(m, false)->nonfinite);
+               : MSI_DEVICE(m, add_squares, "sum of squares", msi_part_address(m, p, i, range),
+                            dtype, count, norm, i->target + 1,
+                            &msi_state_on_device(m, false)->nonfinite);
 }
 
 /* The norm is checked before anything is updated: if it is not finite, nothing is. */
@@ -25866,6 +26576,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
+    m->ranks.is_committed = result == MS_RESULT_OK;
     return result;
 }
 
@@ -29498,11 +30209,11 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     ms_update_args args = msi_update_args_of(m, p, i, &call);
     const bool first = m->run.updates_done == 0;
     ms_result result = MS_RESULT_OK;
-    if (m->graph.tensors.items[i->target].is_paused) {
+    if (m->graph.tensors.items[i->target].is_paused || args.count == 0) {
         return result;
     }
     if (first && p->code.norm == MSI_NONE && !m->run.recording) {
-        result = msi_upload_factors(m);
+        MSI_THEN(result, msi_upload_factors(m));
     }
     if (args.kind != MS_OPTIMIZER_CUSTOM) {
         m->run.updates_done += result == MS_RESULT_OK;
@@ -29524,15 +30235,20 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
     return result;
 }
 
+static bool msi_is_last_micro(const msi_run *r) {
+    return r->micro + 1 == r->store->micro_count;
+}
+
 /* The factor of the loss in the value that is reported. */
 static MSI_NOINLINE float msi_loss_factor(const ms_model *m, const msi_loss_sum *loss) {
     return loss->has_factor ? loss->factor
            : m->graph.loss == MSI_NONE
                ? 1.0f
-               : 1.0f / (float)ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape);
+               : 1.0f / (float)(m->ranks.count *
+                                ms_shape_count(&m->graph.tensors.items[m->graph.loss].view.shape));
 }
 
-/* That in the gradient: the mean over all micro-batches is minimised. */
+/* That in the gradient: the mean over all micro-batches (and ranks) is minimised. */
 static float msi_step_factor(const ms_model *m, const msi_loss_sum *loss) {
     return msi_loss_factor(m, loss) / (loss->has_factor ? 1.0f : (float)m->run.store->micro_count);
 }
@@ -29571,6 +30287,8 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
                      msi_role_bytes(&m->optimizers, t, (msi_role)target->role, false)};
     if (i->rows.of > 0) {
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
+    } else if (target->is_shard) {
+        pair.bytes = msi_pair_bytes(&m->graph, p, i, number);
     } else if (i->part_count > 1 || target->format != t->format) {
         const bool is_state = target->role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM;
         const uint64_t elements = is_state ? pair.bytes / sizeof(float) : msi_elements(t);
@@ -29588,7 +30306,10 @@ static ms_result msi_run_elements(ms_model *m, const msi_program *p, const msi_i
     const ms_dtype to = msi_dtype_of((msi_format)ranges[pair.target_range].format);
     const ms_dtype from = msi_dtype_of((msi_format)ranges[pair.source_range].format);
     const uint64_t all = ms_shape_count(&view->shape);
-    const uint64_t count = i->rows.of > 0 ? msi_scale_rows(all, i->rows.count, i->rows.of) : all;
+    const uint64_t count = ranges[pair.target_range].is_shard
+                               ? ranges[pair.target_range].bytes / ms_dtype_bytes(to)
+                           : i->rows.of > 0 ? msi_scale_rows(all, i->rows.count, i->rows.of)
+                                            : all;
     return i->op == MSI_OP_ADD
                ? MSI_DEVICE(m, add, "add", pair.target, to, pair.source, from, count)
                : MSI_DEVICE(m, cast, "cast", pair.target, to, pair.source, from, count);
@@ -29630,7 +30351,47 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
         error = m->config.backend.record(m->device, msi_engines[engine].stream,
-                                          m->run.store->event_count + i->event);
+                                         m->run.store->event_count + i->event);
+    }
+    return msi_device(m, error, msi_engines[engine].what);
+}
+
+/* Issues the collectives of an instruction: of each pair of operands, one. What only the last
+   micro-batch runs is left out before it, but not the event that others wait for. */
+static ms_result msi_run_collective(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    const ms_backend *b = &m->config.backend;
+    const ms_comm *comm = &m->config.comm;
+    const msi_engine engine = msi_ops[i->op].engine;
+    const bool streams = msi_enqueues_copies(b), runs = !i->is_last || msi_is_last_micro(&m->run);
+    const bool grouped = runs && i->operand_count > 2 && comm->group_begin && comm->on_device;
+    int error = streams && i->follows ? msi_follow_compute(m, engine) : 0;
+    m->run.copies = streams && !m->run.recording;
+    if (grouped && !error) {
+        m->ranks.error = comm->group_begin(comm->user);
+    }
+    for (uint32_t k = 0; k < i->operand_count && runs && !error; k += 2) {
+        const uint32_t to = p->code.operands.items[i->operand_first + k].range;
+        const uint32_t from = p->code.operands.items[i->operand_first + k + 1].range;
+        const msi_range *target = &p->code.ranges.items[to], *source = &p->code.ranges.items[from];
+        uint8_t *whole = (uint8_t *)msi_address(m, p, to);
+        const ms_dtype dtype = msi_dtype_of((msi_format)target->format);
+        if (msi_ops[i->op].event == MS_EVENT_GATHER) {
+            const uint64_t bytes = to == from ? target->bytes / comm->count : source->bytes;
+            const void *shard = to == from ? whole + comm->rank * bytes : msi_address(m, p, from);
+            error = msi_gather_shards(m, whole, shard, to != from && source->on_host, bytes);
+        } else {
+            error = msi_sum_gradients(m, whole, msi_address(m, p, from), i->op == MSI_OP_SCATTER,
+                                      target->bytes / ms_dtype_bytes(dtype), dtype);
+        }
+    }
+    if (grouped && !error) {
+        const int ended = comm->group_end(comm->user);
+        m->ranks.error = m->ranks.error ? m->ranks.error : ended;
+        msi_flag_put(&m->ranks.is_broken, m->ranks.error != 0);
+    }
+    if (!error && streams && i->event != MSI_NO_EVENT) {
+        error =
+            b->record(m->device, msi_engines[engine].stream, m->run.store->event_count + i->event);
     }
     return msi_device(m, error, msi_engines[engine].what);
 }
@@ -29682,6 +30443,7 @@ static ms_result msi_run_wait(ms_model *m, const msi_program *p, const msi_instr
     if (msi_is_shown(m->run.store, &pair) || m->config.debug) {
         MSI_THEN(result, msi_wait_on_host(m, event));
     }
+    MSI_THEN(result, msi_check_ranks(m));
     return result;
 }
 
@@ -29751,6 +30513,12 @@ static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program
     case MSI_OP_COPY_OUT:
         result = msi_run_copy(m, p, i);
         break;
+    case MSI_OP_GATHER:
+    case MSI_OP_SHARE:
+    case MSI_OP_SCATTER:
+    case MSI_OP_REDUCE:
+        result = msi_run_collective(m, p, i);
+        break;
     case MSI_OP_WAIT:
         result = msi_run_wait(m, p, i);
         break;
@@ -29796,6 +30564,7 @@ static void msi_drop_step(msi_run *r) {
 static ms_result msi_abandon(ms_model *m, ms_result result) {
     const msi_errors errors = m->errors;
     m->run.failed |= m->run.updates_done > 0 && !m->run.recording;
+    m->ranks.gives_up = m->ranks.is_committed = m->ranks.has_agreed = false;
     const bool is_eval = m->run.program == &m->run.plan->eval;
     m->run.micro = is_eval ? m->run.micro : 0;
     m->run.given_factor = is_eval ? m->run.given_factor : 0.0f;
@@ -29851,10 +30620,6 @@ static ms_result msi_enter_arena(ms_model *m) {
     return result;
 }
 
-static bool msi_is_last_micro(const msi_run *r) {
-    return r->micro + 1 == r->store->micro_count;
-}
-
 /* What is enqueued from now on runs after all copies of a program that was not run to its end. */
 static ms_result msi_join_copies(ms_model *m) {
     const ms_backend *b = &m->config.backend;
@@ -29901,6 +30666,7 @@ static ms_result msi_start_at(ms_model *m, const msi_program *p, uint32_t positi
     memset(&m->run.nonfinite, 0, sizeof m->run.nonfinite);
     memset(&m->run.infinite, 0, sizeof m->run.infinite);
     m->run.is_certain = false;
+    m->ranks.gives_up = m->ranks.is_committed = m->ranks.has_agreed = false;
     if (msi_watches_memory(m) && !intact) {
         msi_asan_poison(msi_transient(&m->run), m->run.store->transient_bytes);
     } else if (!intact) { // another model may have poisoned it
@@ -30004,7 +30770,7 @@ static ms_result msi_admit(ms_model *m, const msi_program *p, uint32_t now) {
 
 /* Ends a step by ms_cancel, unless it has begun to update. */
 static ms_result msi_check_cancel(ms_model *m) {
-    if (!msi_flag_is_set(&m->cancel) || m->run.updates_done > 0) {
+    if (!msi_flag_is_set(&m->cancel) || m->run.updates_done > 0 || m->ranks.is_committed) {
         return MS_RESULT_OK;
     }
     msi_flag_put(&m->cancel, 0);
@@ -30014,6 +30780,37 @@ static ms_result msi_check_cancel(ms_model *m) {
                     (unsigned)m->run.position);
 }
 
+/* After an error on one of several ranks: it goes on with collectives up to the next vote, so that no
+   other waits for it in vain. Where a vote has ended the step, or the network has failed, it ends at
+   once, as the others do. */
+static MSI_COLD ms_result msi_go_on_with_ranks(ms_model *m, ms_result result, bool has_run) {
+    const msi_instruction *i = &m->run.program->code.instructions.items[m->run.position];
+    if (msi_flag_is_set(&m->ranks.is_broken)) {
+        return msi_fail_ranks(m);
+    }
+    const bool ends = (has_run && msi_engines[msi_ops[i->op].engine].is_network) ||
+                      i->op == MSI_OP_CLIP || m->run.recording || m->ranks.gives_up ||
+                      m->ranks.has_agreed;
+    return ends ? result
+                : msi_give_up(m, result,
+                              msi_calls_layer((msi_op)i->op) && has_run ? i->target : UINT32_MAX);
+}
+
+/* Ranks vote on the norm before it is judged, or else on whether to go on before the first update. */
+static ms_result msi_vote_before(ms_model *m, const msi_program *p, const msi_instruction *i) {
+    return i->op == MSI_OP_CLIP
+               ? msi_vote(m, MS_VOTE_NORM, (ms_norm *)msi_address(m, p, p->code.norm))
+           : i->op == MSI_OP_UPDATE && !m->ranks.is_committed ? msi_vote_to_go(m)
+                                                              : MS_RESULT_OK;
+}
+
+/* Whether a rank that has given the step up still runs an instruction. */
+static bool msi_is_for_ranks(const msi_program *p, const msi_instruction *i) {
+    const msi_engine engine =
+        i->op == MSI_OP_WAIT ? msi_awaited_engine(p, i) : msi_ops[i->op].engine;
+    return msi_engines[engine].is_network;
+}
+
 /* Runs the program up to an instruction, or as far as a slice has time: MORE. Steps that are timed
    or in slices share this loop with the others, so that msi_run_instruction is called in one place
    only, and the compiler can inline it. */
@@ -30021,12 +30818,19 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
     const msi_program *p = m->run.program;
     const bool timed = msi_is_timed(&m->run), sliced = m->run.slices.is_open;
     while (m->run.position < end) {
-        ms_result result = msi_check_cancel(m);
+        const msi_instruction *i = &p->code.instructions.items[m->run.position];
+        ms_result result = m->ranks.gives_up ? MS_RESULT_OK : msi_check_cancel(m);
         MSI_THEN(result, sliced ? msi_admit(m, p, m->run.position) : MS_RESULT_OK);
         if (result == MS_RESULT_MORE) {
             return result;
         }
+        MSI_THEN(result, m->ranks.count > 1 ? msi_vote_before(m, p, i) : MS_RESULT_OK);
+        if (m->ranks.gives_up && result == MS_RESULT_OK && !msi_is_for_ranks(p, i)) {
+            m->run.position++;
+            continue;
+        }
         MSI_THEN(result, timed ? msi_synchronize(m) : MS_RESULT_OK);
+        const bool runs = result == MS_RESULT_OK;
         const double start_us = timed ? msi_now_us(&m->config) : 0.0;
         MSI_THEN(result, msi_run_instruction(m, p, m->run.position));
         if (timed && result == MS_RESULT_OK) {
@@ -30040,7 +30844,11 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
         }
         if (result != MS_RESULT_OK) {
             msi_restore_state(m, p, m->run.position);
-            return msi_abandon(m, result);
+            result = m->ranks.count > 1 ? msi_go_on_with_ranks(m, result, runs) : result;
+            if (result != MS_RESULT_OK) {
+                return msi_abandon(m, result);
+            }
+            continue;
         }
         m->run.position++;
     }
@@ -30060,15 +30868,20 @@ static ms_result msi_run_forward(ms_model *m) {
         return result;
     }
     int error = msi_is_eval(&m->run) ? b->fill_bytes(m->device, state, 0, sizeof *state) : 0;
-    m->run.is_summed = p->code.loss == MSI_NONE;
-    if (error == 0 && p->code.loss != MSI_NONE) {
+    if (error == 0 && p->code.loss != MSI_NONE && !m->ranks.gives_up) {
         error = b->loss(m->device, msi_address(m, p, p->code.loss),
                         p->code.ranges.items[p->code.loss].bytes / sizeof(float),
                         (double)msi_loss_factor(m, &m->run.loss), state);
         m->run.verdict = MSI_VERDICT_ON_DEVICE;
-        m->run.is_summed = true;
     }
-    return msi_abandon_on_error(m, msi_device(m, error, "sum of the losses"));
+    m->run.is_summed = true;
+    ms_result voted = msi_device(m, error, "sum of the losses");
+    MSI_THEN(voted, msi_vote(m,
+                             p->code.loss == MSI_NONE ? MS_VOTE_GO
+                             : msi_is_eval(&m->run)   ? MS_VOTE_EVAL
+                                                      : MS_VOTE_LOSS,
+                             NULL));
+    return msi_abandon_on_error(m, voted);
 }
 
 /* Gives the step up on an error. If the device fails after all of the step was enqueued, nobody
@@ -30214,7 +31027,8 @@ static void msi_note_backward(msi_run *r) {
 }
 
 static ms_result msi_finish_backward(ms_model *m) {
-    const ms_result result = msi_run_to(m, m->run.program->code.backward_end);
+    ms_result result = msi_run_to(m, m->run.program->code.backward_end);
+    MSI_THEN(result, msi_abandon_on_error(m, msi_vote_to_go(m)));
     MSI_DO(result, msi_note_backward(&m->run));
     return result;
 }
@@ -30240,6 +31054,7 @@ static ms_result msi_finish_update(ms_model *m) {
     const bool timed = msi_is_timed(&m->run);
     const uint64_t step = m->run.step;
     ms_result result = msi_run_to(m, m->run.program->code.instructions.count);
+    MSI_THEN(result, msi_abandon_on_error(m, msi_vote_to_go(m)));
     MSI_DO(result, msi_note_update(&m->run));
     if (result == MS_RESULT_OK && msi_debugs(m)) {
         msi_watch_lent(m, true);
@@ -30353,6 +31168,22 @@ static ms_result msi_backward(ms_model *m) {
                : msi_finish_backward(m);
 }
 
+/* Of a step that ends early: the collectives that its last micro-batch would have run. */
+static ms_result msi_run_last_collectives(ms_model *m, const msi_program *p) {
+    ms_result result = MS_RESULT_OK;
+    const uint32_t micro = m->run.micro;
+    m->run.micro = m->run.store->micro_count - 1;
+    for (uint32_t k = 0; k < p->code.backward_end && m->ranks.count > 1; k++) {
+        if (p->code.instructions.items[k].is_last) {
+            MSI_THEN(result, msi_run_collective(m, p, &p->code.instructions.items[k]));
+        }
+    }
+    MSI_THEN(result, msi_join_copies(m));
+    MSI_THEN(result, msi_check_ranks(m));
+    m->run.micro = micro;
+    return msi_abandon_on_error(m, result);
+}
+
 /* Ends a step of which only some micro-batches have come, with an update by their gradients. With
    accumulation nothing that backward leaves in the arena is needed for that. It is not timed. */
 static ms_result msi_end_early(ms_model *m) {
@@ -30365,6 +31196,7 @@ static ms_result msi_end_early(ms_model *m) {
     m->run.gradient_factor = (m->run.given_factor > 0.0f ? m->run.given_factor : 1.0f) *
                              (m->run.loss.has_factor ? 1.0f : count / done);
     ms_result result = msi_start_at(m, p, p->code.backward_end, intact);
+    MSI_THEN(result, msi_run_last_collectives(m, p));
     if (result == MS_RESULT_OK) {
         m->run.progress = MSI_PROGRESS_BACKWARD;
         result = msi_finish_update(m);
@@ -30620,6 +31452,7 @@ typedef struct msi_memory {
     void *target;
     msi_format format;
     bool on_host;
+    uint64_t shard; // elements; this rank has that many alone; 0: all
 } msi_memory;
 
 enum { MSI_CONVERT_ELEMENTS = 1 << 18 }; // at a time: whole groups of codes
@@ -30665,10 +31498,65 @@ static MSI_COLD ms_result msi_convert_state(ms_model *m, const msi_memory *to,
     return result;
 }
 
+/* Copies the elements of a part: to and from where these are in the memory at hand. */
+static ms_result msi_copy_part(ms_model *m, const msi_memory *to, const msi_memory *from,
+                               bool is_signed, msi_part target, msi_part source) {
+    msi_memory t = *to, f = *from;
+    t.target = (uint8_t *)to->target + msi_part_bytes(to->format, target).begin;
+    f.source = (const uint8_t *)from->source + msi_part_bytes(from->format, source).begin;
+    return to->format != from->format ? msi_convert_state(m, &t, &f, is_signed, source.count)
+                                      : msi_copy(m, t.target, t.on_host, f.source, f.on_host,
+                                                 msi_format_bytes(f.format, source.count));
+}
+
+/* Between a whole value and the shards of all ranks. To a whole one, all ranks copy at once: shard by
+   shard, in pieces that hold whole groups of codes. */
+static MSI_COLD ms_result msi_copy_shards(ms_model *m, const msi_memory *to, const msi_memory *from,
+                                          bool is_signed, uint64_t count) {
+    const uint64_t shard = to->shard > 0 ? to->shard : from->shard;
+    const uint64_t ranks = m->ranks.count, most = msi_smaller(shard, MSI_CONVERT_ELEMENTS);
+    const uint64_t piece_bytes = msi_align(msi_format_bytes(from->format, most));
+    if (to->shard > 0) {
+        const uint64_t begin = msi_smaller(count, m->config.comm.rank * shard);
+        const msi_part own = {begin, msi_smaller(shard, count - begin)}, here = {0, own.count};
+        return msi_copy_part(m, to, from, is_signed, here, from->shard > 0 ? here : own);
+    }
+    uint8_t *own = (uint8_t *)msi_alloc(&m->config.allocator, (ranks + 1) * piece_bytes);
+    if (!own) {
+        return msi_fail_memory(m, "the shards of a value", (ranks + 1) * piece_bytes);
+    }
+    ms_result result = MS_RESULT_OK;
+    for (uint64_t at = 0; at < shard && result == MS_RESULT_OK; at += most) {
+        const msi_part piece = {at, msi_smaller(most, shard - at)};
+        const msi_part bytes = msi_part_bytes(from->format, piece);
+        uint8_t *all = own + piece_bytes;
+        result = msi_copy(m, own, true, (const uint8_t *)from->source + bytes.begin, from->on_host,
+                          bytes.count);
+        MSI_THEN(result, msi_exchange_bytes(m, own, all, bytes.count));
+        for (uint64_t r = 0; r < ranks && result == MS_RESULT_OK; r++) {
+            const uint64_t begin = msi_smaller(count, r * shard + at);
+            const msi_part target = {begin, msi_smaller(piece.count, count - begin)};
+            const msi_part source = {0, target.count};
+            msi_memory received = *from;
+            received.source = all + r * bytes.count;
+            received.on_host = true;
+            result = target.count > 0 ? msi_copy_part(m, to, &received, is_signed, target, source)
+                                      : MS_RESULT_OK;
+        }
+    }
+    result = msi_settle_failure(m, result);
+    msi_release(&m->config.allocator, own, (ranks + 1) * piece_bytes);
+    return result;
+}
+
 /* Copies a value of a tensor, of so many bytes as the trainer knows it. */
 static ms_result msi_copy_value(ms_model *m, const msi_memory *to, const msi_memory *from,
                                 const msi_tensor *t, msi_role role, uint64_t bytes) {
     const uint64_t count = bytes / sizeof(float);
+    if (to->shard > 0 || from->shard > 0) {
+        return msi_copy_shards(m, to, from, msi_is_signed(&m->optimizers, t, role),
+                               bytes / msi_formats[t->format].bytes);
+    }
     if (to->format != from->format) {
         const bool is_signed = msi_is_signed(&m->optimizers, t, role);
         return msi_convert_state(m, to, from, is_signed, count);
@@ -30687,14 +31575,14 @@ static const msi_resident *msi_find_value(const msi_store *store, uint32_t tenso
 }
 
 static msi_memory msi_memory_of(const msi_resident *r) {
-    msi_memory memory = {r->address, r->address, r->format, r->on_host};
+    msi_memory memory = {r->address, r->address, r->format, r->on_host, r->shard};
     memory.on_host |= r->is_saved;
     return memory;
 }
 
 /* Memory of the trainer on the host, to read or to write. */
 static msi_memory msi_memory_given(const msi_tensor *t, const void *source, void *target) {
-    const msi_memory memory = {source, target, (msi_format)t->format, true};
+    const msi_memory memory = {source, target, (msi_format)t->format, true, 0};
     return memory;
 }
 
@@ -30800,11 +31688,11 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
     msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
     void *staged = msi_staged_address(m, tensor, role, &format);
-    msi_memory memory = {staged, staged, format, resident && resident->is_shown};
+    msi_memory memory = {staged, staged, format, resident && resident->is_shown, 0};
     if (staged && resident && resident->format != format) { // the callback sees it rounded
         const uint32_t index = (uint32_t)(resident - m->run.store->residents.items);
         const msi_memory saved = {m->run.store->debug->shadow + msi_extent_at(m, index).shadow,
-                                  NULL, resident->format, true};
+                                  NULL, resident->format, true, resident->shard};
         return saved;
     }
     if (staged || resident) {
@@ -31479,14 +32367,18 @@ static msi_route msi_route_of(const msi_relocation *r, const msi_resident *to,
     const bool in_few = msi_is_direct(r->model) || to->on_host || distance == 0 ||
                         to->bytes / distance <= MSI_MOST_SLIDES;
     const bool crosses = to->on_host ? r->crosses_to_host : r->crosses_to_device;
-    return f->role != to->role || f->format != to->format ? MSI_ROUTE_IS_CARRIED
-           : f->on_host == to->on_host && in_few          ? MSI_ROUTE_SLIDES
-           : f->on_host != to->on_host && crosses         ? MSI_ROUTE_CROSSES
-                                                          : MSI_ROUTE_IS_CARRIED;
+    return f->role != to->role || f->format != to->format || f->shard != to->shard
+               ? MSI_ROUTE_IS_CARRIED
+           : f->on_host == to->on_host && in_few  ? MSI_ROUTE_SLIDES
+           : f->on_host != to->on_host && crosses ? MSI_ROUTE_CROSSES
+                                                  : MSI_ROUTE_IS_CARRIED;
 }
 
 /* Bytes in `carry` of a value: as it was and, in another format, as it will be. */
 static uint64_t msi_carried_bytes(const msi_resident *from, const msi_resident *to) {
+    if (from->shard != to->shard) { // only as it will be
+        return msi_align(to->bytes);
+    }
     return msi_align(from->bytes) + (from->format != to->format ? msi_align(to->bytes) : 0);
 }
 
@@ -31549,7 +32441,7 @@ static const uint8_t *msi_old_place(const msi_relocation *r, const msi_resident 
 static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
                             uint8_t *carried) {
     const uint64_t count = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
-    const bool converts = from->format != to->format;
+    const bool converts = from->format != to->format && from->shard == to->shard;
     uint8_t *now = converts ? carried + msi_align(from->bytes) : carried;
     if (converts) {
         const msi_tensor *t = &r->model->graph.tensors.items[to->tensor];
@@ -31575,6 +32467,15 @@ static void msi_relocate_by(msi_relocation *r, msi_route route, bool to_end) {
                                          !to_end, to->bytes));
         } else if (route == MSI_ROUTE_IS_CARRIED && to_end) {
             msi_put_carried(r, from, to, r->carry + at);
+        } else if (route == MSI_ROUTE_IS_CARRIED && from->shard != to->shard) {
+            const msi_tensor *t = &r->model->graph.tensors.items[to->tensor];
+            msi_memory old = msi_memory_of(from), carried = msi_memory_of(to);
+            old.source = msi_old_place(r, from);
+            carried.target = r->carry + at;
+            carried.on_host = true;
+            MSI_THEN(r->result,
+                     msi_copy_value(r->model, &carried, &old, t, to->role,
+                                    msi_role_bytes(&r->model->optimizers, t, to->role, true)));
         } else if (route == MSI_ROUTE_IS_CARRIED) {
             MSI_THEN(r->result, msi_copy(r->model, r->carry + at, true, msi_old_place(r, from),
                                          from->on_host, from->bytes));
@@ -31970,6 +32871,7 @@ static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
                         store->host_transient_bytes <= old->host_transient_bytes;
         for (uint32_t k = 0; k < store->residents.count && suffices; k++) {
             suffices = store->residents.items[k].on_host == old->residents.items[k].on_host &&
+                       store->residents.items[k].shard == old->residents.items[k].shard &&
                        store->residents.items[k].format == old->residents.items[k].format;
         }
         if (suffices) {
@@ -32184,6 +33086,8 @@ static MSI_COLD ms_result msi_make_model(const ms_config *c, ms_model **model) {
     m->self = m;
     m->config = *c;
     m->config.backend = c->parallel.run ? msi_jobs_table() : c->backend;
+    m->config.comm_timeout = c->comm_timeout > 0.0 ? c->comm_timeout : 60.0;
+    m->ranks.count = c->comm.size > 0 ? c->comm.count : 1;
     m->graph.loss = MSI_NONE;
     m->device = m->config.backend.open ? NULL : c->backend.user;
     const ms_result opened = m->config.backend.open && !c->dry_run ? msi_open(m) : MS_RESULT_OK;
@@ -32369,6 +33273,7 @@ static MSI_COLD ms_result msi_make_own_store(msi_verification *v) {
         resident->on_host = m->run.store->residents.items[i].on_host;
         resident->bytes = m->run.store->residents.items[i].bytes;
         resident->format = m->run.store->residents.items[i].format;
+        resident->shard = m->run.store->residents.items[i].shard;
         resident->borrowed |= !msi_pass_changes(v, resident);
         msi_place_resident(store, resident);
     }
@@ -35715,6 +36620,9 @@ MEMSCALE_API void ms_set_tensor_technique(ms_model *model, ms_tensor tensor, ms_
     const msi_role role = t == MSI_NONE ? MSI_ROLE_VALUE : msi_role_of(&model->graph, tensor);
     if (t != MSI_NONE && technique == MS_TECHNIQUE_OFFLOADING) {
         msi_set_moves(&model->graph.tensors.items[t], msi_move_of(role), force);
+    }
+    if (t != MSI_NONE && technique == MS_TECHNIQUE_SHARDING) {
+        msi_set_sharding(&model->graph.tensors.items[t], role, force);
     }
     if (t != MSI_NONE) {
         uint8_t *is = &model->graph.tensors.items[t].technique[technique];
