@@ -617,6 +617,7 @@ typedef struct ms_step_state {
     uint32_t skipped_by_norm; // steps whose norm was above skip_above
     float skip_above;         // 0: none is skipped
     uint64_t step, seed;      // uploaded: number of the step; *ms_call.step_seed
+    uint64_t update_seed;     // uploaded: of updates, the same on all ranks
     /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
        that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
@@ -3707,7 +3708,9 @@ MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors
 
 /* The key of the random bits for tensor k of the state of a param. */
 MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
-    return (uint32_t)(msi_mix(args->state_of_step->seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
+    return (
+        uint32_t)(msi_mix(args->state_of_step->update_seed ^ msi_mix(args->seed + (uint64_t)k)) >>
+                  32);
 }
 
 /* Element i of an array in a format of calls: x, rounded at random. */
@@ -8258,8 +8261,8 @@ typedef struct msi_jobs {
     X(close)                                                                                       \
     X(prepare)                                                                                     \
     X(copy_in)                                                                                     \
-    X(copy_out) X(network_copy) X(network_call) X(synchronize) X(record) X(wait) X(wait_on_host)   \
-        X(query)
+    X(copy_out)                                                                                    \
+    X(network_copy) X(network_call) X(synchronize) X(record) X(wait) X(wait_on_host) X(query)
 
 /* Those that share the work: for any state, and for one with a job system. */
 #define MSI_SHARED_WORK(name, jobs)                                                                \
@@ -13067,7 +13070,8 @@ static void msi_start_resident(msi_lowering *w, uint32_t range) {
             msi_align(p->code.ranges.items[range].bytes);
     }
     if (resident->role == MSI_ROLE_VALUE && (moved || is_shard)) {
-        p->code.homes = msi_mix_in(p->code.homes, (uint64_t)range << 2 | moved << 1 | is_shard);
+        p->code.homes = msi_mix_in(p->code.homes, (uint64_t)range << 2 | (uint64_t)moved << 1 |
+                                                      (uint64_t)is_shard);
         w->now.value[t] = MSI_NONE;
         w->now.away[t] = range;
     } else if (resident->role == MSI_ROLE_GRADIENT && is_shard) { // see msi_lower_reduction
@@ -26095,7 +26099,7 @@ static ms_result msi_upload(ms_model *m, uint64_t begin, uint64_t end) {
                                     : msi_copy(m, to, false, from, true, end - begin);
 }
 
-/* *ms_call.step_seed in a micro-batch of the present step. */
+/* *ms_call.step_seed in a micro-batch of the present step; those of all ranks are counted. */
 static uint64_t msi_seed_at(const ms_model *m, uint32_t micro) {
     return msi_mix(m->config.seed ^ msi_mix(m->run.step + ((uint64_t)micro << 40)));
 }
@@ -26174,7 +26178,8 @@ static uint32_t msi_runs(const ms_model *m) {
 static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
-    state->seed = msi_seed_at(m, m->run.micro);
+    state->seed = msi_seed_at(m, m->run.micro * m->ranks.count + m->config.comm.rank);
+    state->update_seed = msi_seed_at(m, m->run.micro);
     state->gradient_factor = m->run.gradient_factor > 0.0f ? m->run.gradient_factor : 1.0f;
     state->gives_up = state->passed = 0;
     state->runs = msi_runs(m);

@@ -1,0 +1,227 @@
+/*  test_ranks.c - several ranks train one model: threads of this process, with collectives of the test
+    (threads_comm.h). Random graphs and random sharding, mixed with all techniques: replicas are equal,
+    sharding changes no bit, and the ranks together compute what one rank does that accumulates over
+    their micro-batches. MEMSCALE_TEST_DAGS sets how many graphs are run, MEMSCALE_TEST_SEED which is
+    the first. */
+#include "private.h"
+#include "toy_layers.h"
+#include "random_dag.h"
+#include "threads_comm.h"
+
+enum { QUICK_GRAPHS = 40, GRAPHS = 1000, MOST_RANKS = 4, STEPS = 3, ROOM = 1 << 19 };
+
+// ------------------------------------------------------------------------------------------------
+// what a rank has after each step
+
+typedef struct seen {
+    uint32_t used, count;
+    uint32_t end[4096]; // of each item
+    uint32_t value[4096];
+    const char *what[4096];
+    unsigned char data[ROOM];
+} seen;
+
+static bool see(seen *s, rd_net *n, const char *what, uint32_t value, ms_tensor tensor) {
+    const rd_value *v = &n->run.graph->value[value];
+    const uint64_t bytes = rd_bytes(v, n->run.size);
+    assert_true(s->used + bytes <= ROOM && s->count < 4096);
+    memset(s->data + s->used, 0, (size_t)bytes);
+    const ms_result result = ms_read(n->model, tensor, s->data + s->used);
+    if (result != MS_RESULT_OK && result != MS_RESULT_ORDER) {
+        return rd_fail(&n->run, "reading %s %u: %s", what, (unsigned)value, ms_last_error(n->model));
+    }
+    s->what[s->count] = what;
+    s->value[s->count] = value;
+    s->used += (uint32_t)bytes;
+    s->end[s->count++] = s->used;
+    return true;
+}
+
+static bool see_params(seen *s, rd_net *n) {
+    const rd_graph *g = n->run.graph;
+    bool fine = true;
+    for (uint32_t i = 0; i < g->value_count && fine; ++i) {
+        const rd_value *v = &g->value[i];
+        if (v->role != RD_PARAM) {
+            continue;
+        }
+        fine = see(s, n, "param", i, n->handle[i]);
+        for (uint32_t k = 0; k < rd_state_count(g, i) && !v->frozen && fine; ++k) {
+            fine = see(s, n, "state", i, ms_optimizer_state(n->model, n->handle[i], (int)k));
+        }
+    }
+    return fine;
+}
+
+// ------------------------------------------------------------------------------------------------
+// one graph, trained by some ranks
+
+typedef struct run {
+    rd_graph *graph; // of each rank, a copy
+    uint32_t ranks, micros, steps;
+    uint64_t seed; // of what is forced; 0: nothing is
+    bool halves;
+    double losses[MOST_RANKS][STEPS];
+    seen *seen[MOST_RANKS];
+    char failure[MOST_RANKS][RD_TEXT];
+    ms_memory_report report;
+    tc_world world;
+    ms_config config;
+} run;
+
+static bool is_ok(rd_net *n, ms_result result, const char *call) {
+    return result == MS_RESULT_OK ||
+           rd_fail(&n->run, "%s: %s: %s", call, ms_result_name(result), ms_last_error(n->model));
+}
+
+/* What is divided among ranks, what lies on the host, and when params are updated: the same on all. */
+static void force(rd_net *n, uint64_t seed) {
+    t_rng rng = t_seed(seed);
+    const rd_graph *g = n->run.graph;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const uint64_t random = t_next(&rng);
+        if (g->value[i].role != RD_PARAM || !rd_is_float(&g->value[i])) {
+            continue;
+        }
+        const ms_tensor param = n->handle[i];
+        const ms_tensor of[] = {param, ms_gradient(n->model, param),
+                                rd_state_count(g, i) ? ms_optimizer_state(n->model, param, 0)
+                                                     : param};
+        if (random % 8 < 6) {
+            ms_set_tensor_technique(n->model, of[random % 3], MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
+        }
+        if (random / 8 % 4 == 0) {
+            ms_set_tensor_technique(n->model, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
+        }
+    }
+    if (seed % 2 == 0) {
+        rd_force_moves(n, &rng);
+    }
+}
+
+static bool train(run *r, uint32_t rank, rd_net *n) {
+    bool fine = rd_net_write(n, 0, false);
+    for (uint32_t step = 0; step < r->steps && fine; ++step) {
+        double loss = 0.0, sum = 0.0;
+        for (uint32_t micro = 0; micro < r->micros && fine; ++micro) {
+            const uint64_t round = 1 + (step * r->micros + micro) * r->ranks + rank;
+            fine = rd_net_write(n, round, true) && is_ok(n, ms_step(n->model, &loss), "ms_step");
+            sum += loss;
+        }
+        r->losses[rank][step] = sum / r->micros;
+        fine = fine && see_params(r->seen[rank], n);
+    }
+    return fine;
+}
+
+static void *work(uint32_t rank, void *argument) {
+    run *r = (run *)argument;
+    ms_config config = r->config;
+    config.comm = r->world.ranks[rank].comm;
+    config.comm_timeout = 20.0;
+    rd_net *n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
+    r->seen[rank]->used = r->seen[rank]->count = 0;
+    if (r->seed) {
+        force(n, r->seed);
+    }
+    ms_result result = ms_wrap(n->model);
+    if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
+        rd_net_destroy(n);
+        n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
+        result = ms_wrap(n->model);
+    }
+    if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
+        (void)ms_report(n->model, &r->report);
+    }
+    if (r->failure[rank][0] && config.comm.abort) {
+        config.comm.abort(config.comm.user);
+    }
+    rd_net_destroy(n);
+    return NULL;
+}
+
+static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, uint64_t seed,
+                      const ms_config *config) {
+    run *r = (run *)calloc(1, sizeof *r);
+    assert_non_null(r);
+    r->graph = (rd_graph *)malloc(ranks * sizeof *r->graph);
+    r->ranks = ranks;
+    r->micros = micros;
+    r->steps = STEPS;
+    r->seed = seed;
+    r->config = *config;
+    for (uint32_t k = 0; k < ranks; ++k) {
+        r->graph[k] = *graph;
+        r->graph[k].accumulation = micros;
+        r->seen[k] = (seen *)malloc(sizeof(seen));
+        assert_non_null(r->seen[k]);
+    }
+    tc_open(&r->world, ranks);
+    assert_true(tc_run(&r->world, work, r));
+    for (uint32_t k = 0; k < ranks; ++k) {
+        if (r->failure[k][0]) {
+            fail_msg("rank %u of %u: %s", (unsigned)k, (unsigned)ranks, r->failure[k]);
+        }
+    }
+    tc_close(&r->world);
+    return r;
+}
+
+static void run_free(run *r) {
+    for (uint32_t k = 0; k < r->ranks; ++k) {
+        free(r->seen[k]);
+    }
+    free(r->graph);
+    free(r);
+}
+
+static void assert_same(const rd_graph *g, const seen *a, const seen *b, const char *of) {
+    assert_int_equal(a->count, b->count);
+    for (uint32_t i = 0, first = 0; i < a->count; first = a->end[i++]) {
+        assert_int_equal(a->end[i], b->end[i]);
+        if (memcmp(a->data + first, b->data + first, a->end[i] - first) != 0) {
+            rd_print(g);
+            fail_msg("seed %llu: %s %u (item %u) differs between %s", (unsigned long long)g->seed,
+                     a->what[i], (unsigned)a->value[i], (unsigned)i, of);
+        }
+    }
+}
+
+/* Graphs whose numbers do not depend on how a batch is divided: no state that forward changes. */
+static rd_graph *graph_for_ranks(uint64_t seed) {
+    rd_graph *g = rd_generate(seed);
+    return g;
+}
+
+static void test_random_graphs(void **state) {
+    (void)state;
+    const uint32_t count = t_dags(QUICK_GRAPHS, GRAPHS);
+    for (uint32_t k = 0; k < count; ++k) {
+        const uint64_t seed = t_first_seed() + k;
+        rd_graph *g = graph_for_ranks(seed);
+        ms_config config = t_config();
+        const uint32_t ranks = 2 + (uint32_t)(seed % 3), micros = g->accumulation;
+        run *plain = run_ranks(g, ranks, micros, 0, &config);
+        for (uint32_t r = 1; r < ranks; ++r) {
+            assert_same(g, plain->seen[0], plain->seen[r], "ranks");
+            assert_memory_equal(plain->losses[0], plain->losses[r], sizeof plain->losses[0]);
+        }
+        run *sharded = run_ranks(g, ranks, micros, 2 * seed + 1, &config);
+        for (uint32_t r = 1; r < ranks; ++r) {
+            assert_same(g, sharded->seen[0], sharded->seen[r], "ranks with shards");
+        }
+        if (micros == 1) {
+            assert_same(g, plain->seen[0], sharded->seen[0], "whole params and shards");
+        }
+        run_free(plain);
+        run_free(sharded);
+        free(g);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_random_graphs),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
