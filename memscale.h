@@ -38,6 +38,8 @@
                               per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h> for F32 operands; default, and
                               for F16 and BF16: a built-in kernel
+    MEMSCALE_MPI              define ms_comm_mpi, for ranks that are processes of MPI, by <mpi.h>
+    MEMSCALE_NCCL             define ms_comm_nccl, for ranks with a GPU each, by <nccl.h>
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants, such as assert(x); default:
                               none, and the object does not import abort
@@ -285,6 +287,7 @@
       between steps >>values >>place >>relocate >>adopt >>model >>verify
                     >>safetensors >>checkpoints >>files
       reports       >>report >>api >>listing >>trace
+      ranks         >>comm >>mpi >>nccl
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -1677,6 +1680,38 @@ MEMSCALE_API ms_backend ms_backend_cpu(void);
    there is no such device, ms_create fails. Make it the current device of the thread
    (cudaSetDevice) before ms_create and before every step: callbacks launch on it. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
+
+/* Ranks that are processes of an MPI job: `communicator` is the address of an MPI_Comm, NULL:
+   MPI_COMM_WORLD. It is duplicated, so all its ranks call this at once. Defined where MEMSCALE_MPI is.
+   Sums in 16 bits are rounded to the nearest after each addition, in the order that MPI chooses. Of a
+   reduce_scatter in place the other parts stay as they are. A timeout_s of 0 is no limit. The library
+   calls MPI on a thread of its own, and meanwhile no other thread may, unless MPI_Init_thread has
+   granted MPI_THREAD_MULTIPLE; with less than MPI_THREAD_SERIALIZED (on_calling_thread) on the thread
+   that trains. After a timeout MPI may still write to memory that it was given: end the process.
+   Errors: INVALID (MPI is not initialized), OUT_OF_MEMORY, RANKS (MPI has failed): then comm->name says
+   what is wrong, and ms_create refuses the comm. */
+MEMSCALE_API_CHECKED ms_result ms_comm_mpi(const void *communicator, ms_comm *comm);
+
+/* Ranks with a GPU each, by NCCL (2.14 or newer), in processes or threads. Defined where MEMSCALE_NCCL
+   is. All call ms_comm_nccl with the same id, each with its device current (cudaSetDevice). It waits
+   for all of them, 300 s at most; after errors (INVALID, OUT_OF_MEMORY, RANKS) comm->name is as above.
+   One rank makes the id, and hands it to the others: by any comm between hosts (ms_nccl_share_id, which
+   all ranks of that call: rank 0 makes it); or by a file (ms_nccl_id_in_file: rank 0 makes and writes
+   it, the others wait for it, timeout_s at most). The path must be new: a file of an earlier run gives
+   an id that nobody answers. Errors: INVALID, RANKS, FILE (it cannot be written, or did not come). */
+typedef struct ms_nccl_id {
+    char bytes[128];
+} ms_nccl_id;
+MEMSCALE_API_CHECKED ms_result ms_nccl_make_id(ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
+                                                  ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
+                                            ms_comm *comm);
+
+/* Frees what any comm has made, after the last model that uses it; NULL and a zeroed one are fine. One
+   of MPI is closed by all ranks, before MPI_Finalize. */
+MEMSCALE_API void ms_comm_close(ms_comm *comm);
 
 /* Memory for the transient values of several models, of which only one trains at a time: a
    generator and its critic, a policy and its value function. It is as large as the largest of them
@@ -3852,6 +3887,9 @@ MSI_HD void msi_judge_norms(ms_step_state *s, ms_norm *norms, const float *limit
 #ifdef MEMSCALE_CBLAS
 #include <cblas.h>
 #endif
+#ifdef MEMSCALE_MPI
+#include <mpi.h>
+#endif
 #ifdef __AVX2__
 #if defined(__GNUC__) && !defined(__clang__) // its header uses variables that are not initialized
 #pragma GCC diagnostic push
@@ -4455,7 +4493,7 @@ typedef enum msi_op { MSI_OPS(MSI_X) MSI_OP_COUNT } msi_op;
 #undef MSI_X
 
 #define MSI_X(op, name, event, cost, passes, engine, phase, sources)                               \
-    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MSI_ENGINE_##engine, MS_PHASE_##phase,      \
+    {name,   MS_EVENT_##event, MSI_COST_##cost, passes, MSI_ENGINE_##engine, MS_PHASE_##phase,     \
      sources},
 static const struct {
     const char *name;
@@ -5870,12 +5908,14 @@ static int msi_follow_compute(ms_model *m, msi_engine engine) {
 /* Issues a copy to its engine, after what was enqueued to compute before; the event is the end of
    the copy. What is enqueued next runs at the same time: the source must not change before the
    event, and only then may the host read what was copied there. */
-static ms_result msi_issue_copy(ms_model *m, msi_engine engine, void *target,
-                                const void *source, uint64_t bytes, uint32_t event) {
+static ms_result msi_issue_copy(ms_model *m, msi_engine engine, void *target, const void *source,
+                                uint64_t bytes, uint32_t event) {
     const bool enqueues = msi_enqueues_copies(&m->config.backend);
     int error = enqueues ? msi_follow_compute(m, engine) : 0;
     error = error ? error : msi_copy_by(m, engine, target, source, bytes);
-    error = !error && enqueues ? m->config.backend.record(m->device, msi_engines[engine].stream, event) : error;
+    error = !error && enqueues
+                ? m->config.backend.record(m->device, msi_engines[engine].stream, event)
+                : error;
     return msi_device(m, error, msi_engines[engine].what);
 }
 
@@ -8476,8 +8516,9 @@ static MSI_COLD void msi_use_hardware(ms_model *m, const ms_hardware *hardware) 
 #define MSI_MEMORY(kind, gib, of_these)                                                            \
     (uint64_t)(gib) << 30, MSI_SHARED_GIB(kind, of_these), MSI_SHARED_GIB(kind, gib),              \
         MSI_SHARED_GIB(kind, of_these)
-#define MSI_COMPUTE(major, minor, tensor)    major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
-#define MSI_SPEEDS(gb, link, f32, tf32, f16) gb, link, link, 0.0, f32, tf32, f16, 0.0, false, 0.0, 0.0, false
+#define MSI_COMPUTE(major, minor, tensor) major, minor, (major) >= 8, tensor, (major) >= 8, 0, 0
+#define MSI_SPEEDS(gb, link, f32, tf32, f16)                                                       \
+    gb, link, link, 0.0, f32, tf32, f16, 0.0, false, 0.0, 0.0, false
 #define MSI_X(name, kind, processors, gib, of_these, major, minor, memory, link, f32, tf32, f16)   \
     {name,                                                                                         \
      MS_DEVICE_##kind,                                                                             \
@@ -17007,7 +17048,7 @@ typedef struct msi_clock {
     const msi_costs *costs;
     const msi_program *program;
     double free_us[MSI_ENGINE_COUNT]; // when all that is enqueued there is done
-    double *event_us;                // of the program: when the copy before an event is done
+    double *event_us;                 // of the program: when the copy before an event is done
     double stall_us;
     double mapped_us; // of the last update: how much longer it took by state on the host
 } msi_clock;
@@ -22040,7 +22081,7 @@ typedef struct msi_ordering {
     const ms_allocator *allocator;
     msi_program *program;
     msi_access *accesses;
-    uint32_t *access_first;                                    // per instruction, and of the end
+    uint32_t *access_first;                                      // per instruction, and of the end
     uint32_t *copies[MSI_ENGINE_COUNT], count[MSI_ENGINE_COUNT]; // of each engine: instructions
     uint8_t *relied_on; // per instruction: others need that it follows what is computed
     uint64_t bytes;     // of all these
@@ -29508,7 +29549,7 @@ static ms_result msi_run_transfer(ms_model *m, const msi_program *p, const msi_i
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
         error = m->config.backend.record(m->device, msi_engines[engine].stream,
-                                          m->run.store->event_count + i->event);
+                                         m->run.store->event_count + i->event);
     }
     return msi_device(m, error, msi_engines[engine].what);
 }
@@ -36940,6 +36981,362 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
     }
     return result;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>comm  how ranks talk to each other: what MPI and NCCL share
+
+MEMSCALE_API void ms_comm_close(ms_comm *comm) {
+    if (comm && comm->close) {
+        comm->close(comm->user);
+    }
+    if (comm) {
+        memset(comm, 0, sizeof *comm);
+    }
+}
+
+#if defined(MEMSCALE_MPI) || defined(MEMSCALE_NCCL)
+
+#ifdef MEMSCALE_NO_SYSTEM
+#error "MEMSCALE_MPI and MEMSCALE_NCCL need a clock: they do not go with MEMSCALE_NO_SYSTEM"
+#endif
+
+/* Error numbers beside those of MPI and NCCL, which are not negative. */
+enum { MSI_COMM_LATE = -1, MSI_COMM_ENDED = -2, MSI_COMM_DTYPE = -3 };
+
+/* What a rank does, for the texts of errors, and whether it has been told to end that. */
+typedef struct msi_comm_call {
+    const char *name;
+    double limit_s; // 0: none
+    uint32_t rank, count;
+    msi_flag is_ended; // by abort, on any thread
+    char text[256];
+} msi_comm_call;
+
+/* NULL: the number is not one of ours. */
+static MSI_COLD const char *msi_comm_text(msi_comm_call *c, int error) {
+    switch (error) {
+    case MSI_COMM_LATE:
+        msi_write_text(c->text, sizeof c->text,
+                       "rank %u of %u has waited %.1f s for another one in %s: it has ended, is "
+                       "stuck, or needs longer (comm_timeout)",
+                       c->rank, c->count, c->limit_s, c->name);
+        return c->text;
+    case MSI_COMM_ENDED:
+        return "this rank has ended it";
+    case MSI_COMM_DTYPE:
+        return "sums are of F32, BF16 or F16; other collectives also of I8";
+    }
+    return NULL;
+}
+
+#if defined(MSI_CLOCK) && defined(__linux__) && !defined(CLOCK_MONOTONIC) // strict C: see MSI_CLOCK
+extern int nanosleep(const msi_timespec *rest, msi_timespec *left);
+#endif
+
+/* Between two questions whether something is done: lets other threads run, and after busy_us sleeps, a
+   sixteenth of the time that has passed, 1 ms at most. */
+static void msi_comm_rest(double waited_us, double busy_us) {
+    const double rest_us = waited_us < busy_us ? 0.0 : waited_us < 16000.0 ? waited_us / 16 : 1e3;
+#if defined(_WIN32)
+    Sleep(rest_us < 1e3 ? 0 : 1);
+#else
+#ifdef MSI_CLOCK
+    if (rest_us > 0.0) {
+        const msi_timespec rest = {0, (long)(1e3 * rest_us)};
+        (void)nanosleep(&rest, NULL);
+        return;
+    }
+#endif
+    (void)rest_us;
+    (void)sched_yield();
+#endif
+}
+
+/* 0: go on waiting. */
+static int msi_comm_waits(const msi_comm_call *c, double waited_us, double busy_us) {
+    if (msi_flag_is_set(&c->is_ended)) {
+        return MSI_COMM_ENDED;
+    }
+    if (c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s) {
+        return MSI_COMM_LATE;
+    }
+    msi_comm_rest(waited_us, busy_us);
+    return 0;
+}
+
+/* A comm that ms_create refuses, with the reason. */
+static MSI_COLD ms_result msi_comm_refuse(ms_comm *comm, ms_result result, const char *reason) {
+    if (comm) {
+        memset(comm, 0, sizeof *comm);
+        comm->size = sizeof *comm;
+        comm->name = reason;
+    }
+    return result;
+}
+
+static bool msi_comm_takes(ms_dtype dtype, bool adds) {
+    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_BF16 || dtype == MS_DTYPE_F16 ||
+           (dtype == MS_DTYPE_I8 && !adds);
+}
+
+static const ms_allocator msi_comm_allocator = MSI_ZERO_INIT; // malloc and free
+
+#endif // MEMSCALE_MPI or MEMSCALE_NCCL
+
+// ------------------------------------------------------------------------------------------------
+// >>mpi  collectives are started, and asked for until they are done or their time is over
+
+#ifdef MEMSCALE_MPI
+
+#ifndef MSI_MPI_MOST
+#define MSI_MPI_MOST INT32_MAX // elements of one call of MPI
+#endif
+
+enum { MSI_MPI_REQUESTS = 64 };
+
+typedef struct msi_mpi {
+    MPI_Comm comm;
+    MPI_Op bf16_sum, f16_sum;
+    msi_comm_call call;
+    bool is_grouped;
+    int error;       // the first one, after which nothing is called
+    int begun, done; // of the requests
+    double begun_bytes;
+    MPI_Request requests[MSI_MPI_REQUESTS];
+    char text[MPI_MAX_ERROR_STRING];
+} msi_mpi;
+
+static void msi_mpi_sum_bf16(void *x, void *sum, int *count, MPI_Datatype *type) {
+    (void)type;
+    msi_cpu_chunk(sum, MS_DTYPE_BF16, x, MS_DTYPE_BF16, 0, (uint64_t)*count, true);
+}
+
+static void msi_mpi_sum_f16(void *x, void *sum, int *count, MPI_Datatype *type) {
+    (void)type;
+    msi_cpu_chunk(sum, MS_DTYPE_F16, x, MS_DTYPE_F16, 0, (uint64_t)*count, true);
+}
+
+/* MPI does its work in these questions. It is asked busily for as long as the bytes would take at 100 MB
+   per second. Each request has the time limit for itself. */
+static int msi_mpi_await(msi_mpi *m) {
+    double begin_us = msi_platform_us();
+    while (!m->error && m->done < m->begun) {
+        int is_done = 0;
+        m->error = MPI_Test(&m->requests[m->done], &is_done, MPI_STATUS_IGNORE);
+        const double now_us = msi_platform_us();
+        if (is_done) {
+            m->done++;
+            begin_us = now_us;
+        } else if (!m->error) {
+            m->error = msi_comm_waits(&m->call, now_us - begin_us, 1e3 + m->begun_bytes / 100.0);
+        }
+    }
+    m->begun = m->done = 0;
+    m->begun_bytes = 0.0;
+    return m->error;
+}
+
+typedef enum msi_mpi_kind {
+    MSI_MPI_REDUCE_ALL,
+    MSI_MPI_REDUCE,
+    MSI_MPI_GATHER,
+    MSI_MPI_BROADCAST
+} msi_mpi_kind;
+
+/* Starts what moves `count` elements, in pieces that MPI can count. send NULL: in place. */
+static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void *receive,
+                          uint64_t count, ms_dtype dtype, int root) {
+    const uint64_t bytes = ms_dtype_bytes(dtype);
+    const MPI_Op sum = dtype == MS_DTYPE_F32    ? MPI_SUM
+                       : dtype == MS_DTYPE_BF16 ? m->bf16_sum
+                                                : m->f16_sum;
+    const MPI_Datatype type = dtype == MS_DTYPE_F32  ? MPI_FLOAT
+                              : dtype == MS_DTYPE_I8 ? MPI_BYTE
+                                                     : MPI_UINT16_T;
+    for (uint64_t at = 0; at < count && !m->error; at += MSI_MPI_MOST) {
+        const int n = (int)msi_smaller(count - at, MSI_MPI_MOST);
+        const void *from =
+            send ? (const uint8_t *)send + at * bytes : (const uint8_t *)MPI_IN_PLACE;
+        void *to = receive ? (uint8_t *)receive + at * bytes : NULL;
+        if (m->begun == MSI_MPI_REQUESTS && msi_mpi_await(m)) {
+            return;
+        }
+        MPI_Request *request = &m->requests[m->begun];
+        switch (kind) {
+        case MSI_MPI_REDUCE_ALL:
+            m->error = MPI_Iallreduce(from, to, n, type, sum, m->comm, request);
+            break;
+        case MSI_MPI_REDUCE:
+            m->error = MPI_Ireduce(from, to, n, type, sum, root, m->comm, request);
+            break;
+        case MSI_MPI_GATHER:
+            m->error = MPI_Iallgather(from, n, type, to, n, type, m->comm, request);
+            break;
+        case MSI_MPI_BROADCAST:
+            m->error = MPI_Ibcast(to, n, type, root, m->comm, request);
+            break;
+        }
+        m->begun += !m->error;
+        m->begun_bytes += (double)n * (double)bytes;
+    }
+}
+
+static bool msi_mpi_enter(msi_mpi *m, const ms_collective *c, const char *name, bool adds) {
+    m->call.name = name;
+    m->call.limit_s = c->timeout_s;
+    if (!m->error && !msi_comm_takes(c->dtype, adds)) {
+        m->error = MSI_COMM_DTYPE;
+    }
+    return !m->error;
+}
+
+static int msi_mpi_leave(msi_mpi *m) {
+    return m->is_grouped ? m->error : msi_mpi_await(m);
+}
+
+static int msi_mpi_all_reduce(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "all_reduce", true)) {
+        msi_mpi_begin(m, MSI_MPI_REDUCE_ALL, c->send == c->receive ? NULL : c->send, c->receive,
+                      c->count, c->dtype, 0);
+    }
+    return msi_mpi_leave(m);
+}
+
+/* A reduction to each rank: what MPI has for this in one call wants the result of one that is in place
+   elsewhere, and has no strides for pieces. */
+static int msi_mpi_reduce_scatter(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
+    for (uint32_t r = 0; msi_mpi_enter(m, c, "reduce_scatter", true) && r < m->call.count; r++) {
+        const uint8_t *send = (const uint8_t *)c->send + r * part;
+        const bool is_mine = r == m->call.rank;
+        msi_mpi_begin(m, MSI_MPI_REDUCE, is_mine && send == c->receive ? NULL : send,
+                      is_mine ? c->receive : NULL, c->count, c->dtype, (int)r);
+    }
+    return msi_mpi_leave(m);
+}
+
+/* In one call where MPI can count the elements, else each rank broadcasts its own. */
+static int msi_mpi_all_gather(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
+    uint8_t *to = (uint8_t *)c->receive, *own = to + m->call.rank * part;
+    if (msi_mpi_enter(m, c, "all_gather", false) && c->count <= MSI_MPI_MOST / m->call.count) {
+        msi_mpi_begin(m, MSI_MPI_GATHER, own == c->send ? NULL : c->send, to, c->count, c->dtype,
+                      0);
+        return msi_mpi_leave(m);
+    }
+    if (!m->error && own != c->send) {
+        memcpy(own, c->send, (size_t)part);
+    }
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++) {
+        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, to + r * part, c->count, c->dtype, (int)r);
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_broadcast(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "broadcast", false)) {
+        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, c->receive, c->count, c->dtype, (int)c->root);
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_barrier(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "barrier", false) &&
+        (m->begun < MSI_MPI_REQUESTS || !msi_mpi_await(m))) {
+        m->error = MPI_Ibarrier(m->comm, &m->requests[m->begun]);
+        m->begun += !m->error;
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_group_begin(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    m->is_grouped = true;
+    return m->error;
+}
+
+static int msi_mpi_group_end(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    m->is_grouped = false;
+    return msi_mpi_await(m);
+}
+
+static void msi_mpi_abort(void *user) {
+    msi_flag_put(&((msi_mpi *)user)->call.is_ended, 1);
+}
+
+static MSI_COLD const char *msi_mpi_error_text(void *user, int error) {
+    msi_mpi *m = (msi_mpi *)user;
+    int length = 0;
+    const char *text = msi_comm_text(&m->call, error);
+    return text || MPI_Error_string(error, m->text, &length) != MPI_SUCCESS ? text : m->text;
+}
+
+/* Of a comm that has failed the communicator is lost: other ranks may never free it. */
+static void msi_mpi_close(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    int is_over = 0;
+    if (MPI_Finalized(&is_over) == MPI_SUCCESS && !is_over) {
+        (void)MPI_Op_free(&m->bf16_sum);
+        (void)MPI_Op_free(&m->f16_sum);
+        if (!m->error && !msi_flag_is_set(&m->call.is_ended)) {
+            (void)MPI_Comm_free(&m->comm);
+        }
+    }
+    msi_release(&msi_comm_allocator, m, sizeof *m);
+}
+
+static int msi_mpi_open(msi_mpi *m, MPI_Comm of) {
+    int rank = 0, count = 0, error = MPI_Comm_dup(of, &m->comm);
+    error = error ? error : MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
+    error = error ? error : MPI_Comm_rank(m->comm, &rank);
+    error = error ? error : MPI_Comm_size(m->comm, &count);
+    error = error ? error : MPI_Op_create(msi_mpi_sum_bf16, 1, &m->bf16_sum);
+    error = error ? error : MPI_Op_create(msi_mpi_sum_f16, 1, &m->f16_sum);
+    m->call.rank = (uint32_t)rank;
+    m->call.count = (uint32_t)count;
+    return error;
+}
+
+MEMSCALE_API ms_result ms_comm_mpi(const void *communicator, ms_comm *comm) {
+    const MPI_Comm of = communicator ? *(const MPI_Comm *)communicator : MPI_COMM_WORLD;
+    int is_ready = 0, is_over = 0, threads = MPI_THREAD_SINGLE;
+    if (!comm || MPI_Initialized(&is_ready) || !is_ready || MPI_Finalized(&is_over) || is_over) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID,
+                               "MPI is not running: call MPI_Init_thread before ms_comm_mpi");
+    }
+    if (of == MPI_COMM_NULL) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_mpi: this is MPI_COMM_NULL");
+    }
+    msi_mpi *m = (msi_mpi *)msi_alloc_zeroed(&msi_comm_allocator, sizeof *m);
+    if (!m) {
+        return msi_comm_refuse(comm, MS_RESULT_OUT_OF_MEMORY, "ms_comm_mpi: no memory");
+    }
+    if (MPI_Query_thread(&threads) || msi_mpi_open(m, of)) {
+        msi_release(&msi_comm_allocator, m, sizeof *m);
+        return msi_comm_refuse(comm, MS_RESULT_RANKS, "ms_comm_mpi: MPI_Comm_dup has failed");
+    }
+    memset(comm, 0, sizeof *comm);
+    comm->size = sizeof *comm;
+    comm->name = "MPI";
+    comm->user = m;
+    comm->rank = m->call.rank;
+    comm->count = m->call.count;
+    comm->on_calling_thread = threads < MPI_THREAD_SERIALIZED;
+#define MSI_USE(function) comm->function = msi_mpi_##function
+    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
+    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(abort);
+    MSI_USE(error_text), MSI_USE(close);
+#undef MSI_USE
+    return MS_RESULT_OK;
+}
+
+#endif // MEMSCALE_MPI
 
 #endif // MEMSCALE_IMPLEMENTATION
 
