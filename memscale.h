@@ -3890,6 +3890,9 @@ MSI_HD void msi_judge_norms(ms_step_state *s, ms_norm *norms, const float *limit
 #ifdef MEMSCALE_MPI
 #include <mpi.h>
 #endif
+#ifdef MEMSCALE_NCCL
+#include <nccl.h>
+#endif
 #ifdef __AVX2__
 #if defined(__GNUC__) && !defined(__clang__) // its header uses variables that are not initialized
 #pragma GCC diagnostic push
@@ -37139,6 +37142,7 @@ static int msi_mpi_await(msi_mpi *m) {
 typedef enum msi_mpi_kind {
     MSI_MPI_REDUCE_ALL,
     MSI_MPI_REDUCE,
+    MSI_MPI_SCATTER,
     MSI_MPI_GATHER,
     MSI_MPI_BROADCAST
 } msi_mpi_kind;
@@ -37168,6 +37172,9 @@ static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void 
             break;
         case MSI_MPI_REDUCE:
             m->error = MPI_Ireduce(from, to, n, type, sum, root, m->comm, request);
+            break;
+        case MSI_MPI_SCATTER:
+            m->error = MPI_Ireduce_scatter_block(from, to, n, type, sum, m->comm, request);
             break;
         case MSI_MPI_GATHER:
             m->error = MPI_Iallgather(from, n, type, to, n, type, m->comm, request);
@@ -37203,15 +37210,25 @@ static int msi_mpi_all_reduce(void *user, const ms_collective *c) {
     return msi_mpi_leave(m);
 }
 
-/* A reduction to each rank: what MPI has for this in one call wants the result of one that is in place
-   elsewhere, and has no strides for pieces. */
+/* Whether one call moves a part of `count` elements of each rank. */
+static bool msi_mpi_takes_parts(const msi_mpi *m, uint64_t count) {
+    return count <= MSI_MPI_MOST / m->call.count;
+}
+
+/* In one call; or a reduction to each rank, since that call has no strides for pieces, and puts the
+   result of one that is in place elsewhere. */
 static int msi_mpi_reduce_scatter(void *user, const ms_collective *c) {
     msi_mpi *m = (msi_mpi *)user;
     const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
-    for (uint32_t r = 0; msi_mpi_enter(m, c, "reduce_scatter", true) && r < m->call.count; r++) {
-        const uint8_t *send = (const uint8_t *)c->send + r * part;
-        const bool is_mine = r == m->call.rank;
-        msi_mpi_begin(m, MSI_MPI_REDUCE, is_mine && send == c->receive ? NULL : send,
+    const uint8_t *send = (const uint8_t *)c->send, *own = send + m->call.rank * part;
+    const bool is_taken = msi_mpi_enter(m, c, "reduce_scatter", true);
+    if (is_taken && own != c->receive && msi_mpi_takes_parts(m, c->count)) {
+        msi_mpi_begin(m, MSI_MPI_SCATTER, send, c->receive, c->count, c->dtype, 0);
+        return msi_mpi_leave(m);
+    }
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++, send += part) {
+        const bool is_mine = send == own;
+        msi_mpi_begin(m, MSI_MPI_REDUCE, is_mine && own == c->receive ? NULL : send,
                       is_mine ? c->receive : NULL, c->count, c->dtype, (int)r);
     }
     return msi_mpi_leave(m);
@@ -37222,16 +37239,17 @@ static int msi_mpi_all_gather(void *user, const ms_collective *c) {
     msi_mpi *m = (msi_mpi *)user;
     const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
     uint8_t *to = (uint8_t *)c->receive, *own = to + m->call.rank * part;
-    if (msi_mpi_enter(m, c, "all_gather", false) && c->count <= MSI_MPI_MOST / m->call.count) {
+    const bool is_taken = msi_mpi_enter(m, c, "all_gather", false);
+    if (is_taken && msi_mpi_takes_parts(m, c->count)) {
         msi_mpi_begin(m, MSI_MPI_GATHER, own == c->send ? NULL : c->send, to, c->count, c->dtype,
                       0);
         return msi_mpi_leave(m);
     }
-    if (!m->error && own != c->send) {
+    if (is_taken && own != c->send) {
         memcpy(own, c->send, (size_t)part);
     }
-    for (uint32_t r = 0; !m->error && r < m->call.count; r++) {
-        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, to + r * part, c->count, c->dtype, (int)r);
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++, to += part) {
+        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, to, c->count, c->dtype, (int)r);
     }
     return msi_mpi_leave(m);
 }
@@ -37337,6 +37355,239 @@ MEMSCALE_API ms_result ms_comm_mpi(const void *communicator, ms_comm *comm) {
 }
 
 #endif // MEMSCALE_MPI
+
+// ------------------------------------------------------------------------------------------------
+// >>nccl  collectives are enqueued on the network's stream; the host waits only until NCCL has done so
+
+#ifdef MEMSCALE_NCCL
+
+#if NCCL_VERSION_CODE < 21400
+#error "MEMSCALE_NCCL needs NCCL 2.14 or newer"
+#endif
+
+typedef struct msi_nccl {
+    ncclComm_t comm; // NULL: it is gone
+    msi_comm_call call;
+    bool is_grouped;
+    float *token; // in device memory: what a barrier adds up
+} msi_nccl;
+
+/* Calls return InProgress where they would wait for other ranks, such as for a first connection. */
+static int msi_nccl_settle(msi_nccl *n, ncclResult_t result) {
+    const double begin_us = msi_platform_us();
+    int error = 0;
+    while (result == ncclInProgress && !error) {
+        const ncclResult_t asked = ncclCommGetAsyncError(n->comm, &result);
+        result = asked == ncclSuccess ? result : asked;
+        error = result == ncclInProgress
+                    ? msi_comm_waits(&n->call, msi_platform_us() - begin_us, 1e3)
+                    : 0;
+    }
+    return error ? error : (int)result;
+}
+
+static int msi_nccl_leave(msi_nccl *n, ncclResult_t result) {
+    return n->is_grouped && result == ncclInProgress ? 0 : msi_nccl_settle(n, result);
+}
+
+/* 0, or why nothing can be called. */
+static int msi_nccl_enter(msi_nccl *n, const ms_collective *c, const char *name, bool adds,
+                          ncclDataType_t *type) {
+    n->call.name = name;
+    n->call.limit_s = c->timeout_s;
+    *type = c->dtype == MS_DTYPE_F32    ? ncclFloat32
+            : c->dtype == MS_DTYPE_BF16 ? ncclBfloat16
+            : c->dtype == MS_DTYPE_F16  ? ncclFloat16
+                                        : ncclInt8;
+    return !n->comm ? MSI_COMM_ENDED : msi_comm_takes(c->dtype, adds) ? 0 : MSI_COMM_DTYPE;
+}
+
+/* Each function of the table is one call of NCCL. */
+#define MSI_NCCL_CALL(name, adds, call)                                                            \
+    static int msi_nccl_##name(void *user, const ms_collective *c) {                               \
+        msi_nccl *n = (msi_nccl *)user;                                                            \
+        const cudaStream_t stream = (cudaStream_t)c->stream;                                       \
+        ncclDataType_t type;                                                                       \
+        const int error = msi_nccl_enter(n, c, #name, adds, &type);                                \
+        return error ? error : msi_nccl_leave(n, call);                                            \
+    }
+MSI_NCCL_CALL(all_reduce, true,
+              ncclAllReduce(c->send, c->receive, c->count, type, ncclSum, n->comm, stream))
+MSI_NCCL_CALL(reduce_scatter, true,
+              ncclReduceScatter(c->send, c->receive, c->count, type, ncclSum, n->comm, stream))
+MSI_NCCL_CALL(all_gather, false,
+              ncclAllGather(c->send, c->receive, c->count, type, n->comm, stream))
+MSI_NCCL_CALL(broadcast, false,
+              ncclBroadcast(c->send, c->receive, c->count, type, (int)c->root, n->comm, stream))
+MSI_NCCL_CALL(barrier, false,
+              ncclAllReduce(n->token, n->token, 1, ncclFloat32, ncclSum, n->comm, stream))
+
+static int msi_nccl_group_begin(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->is_grouped = true;
+    return n->comm ? (int)ncclGroupStart() : MSI_COMM_ENDED;
+}
+
+static int msi_nccl_group_end(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->is_grouped = false;
+    return n->comm ? msi_nccl_settle(n, ncclGroupEnd()) : MSI_COMM_ENDED;
+}
+
+static int msi_nccl_check(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    ncclResult_t found = ncclSuccess;
+    const ncclResult_t asked = n->comm ? ncclCommGetAsyncError(n->comm, &found) : ncclInvalidUsage;
+    return asked ? (int)asked : found == ncclInProgress ? 0 : (int)found;
+}
+
+static void msi_nccl_abort(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    if (n->comm) {
+        (void)ncclCommAbort(n->comm);
+    }
+    n->comm = NULL;
+}
+
+static MSI_COLD const char *msi_nccl_error_text(void *user, int error) {
+    const char *text = msi_comm_text(&((msi_nccl *)user)->call, error);
+    return text ? text : ncclGetErrorString((ncclResult_t)error);
+}
+
+static void msi_nccl_close(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->call.limit_s = 60.0;
+    if (n->comm && msi_nccl_settle(n, ncclCommFinalize(n->comm)) == 0) {
+        (void)ncclCommDestroy(n->comm);
+        n->comm = NULL;
+    }
+    msi_nccl_abort(n);
+    (void)cudaFree(n->token);
+    msi_release(&msi_comm_allocator, n, sizeof *n);
+}
+
+static int msi_nccl_open(msi_nccl *n, const ms_nccl_id *id) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId unique;
+    config.blocking = 0;
+    memcpy(&unique, id, sizeof unique);
+    n->call.name = "ms_comm_nccl";
+    n->call.limit_s = 300.0;
+    if (cudaMalloc((void **)&n->token, 256) != cudaSuccess ||
+        cudaMemset(n->token, 0, 256) != cudaSuccess) {
+        return ncclUnhandledCudaError;
+    }
+    return msi_nccl_settle(n, ncclCommInitRankConfig(&n->comm, (int)n->call.count, unique,
+                                                     (int)n->call.rank, &config));
+}
+
+MEMSCALE_API ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
+                                    ms_comm *comm) {
+    if (!id || !comm || rank >= count || count > INT32_MAX) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_nccl: no id, or no such rank");
+    }
+    msi_nccl *n = (msi_nccl *)msi_alloc_zeroed(&msi_comm_allocator, sizeof *n);
+    if (!n) {
+        return msi_comm_refuse(comm, MS_RESULT_OUT_OF_MEMORY, "ms_comm_nccl: no memory");
+    }
+    n->call.rank = rank;
+    n->call.count = count;
+    const int error = msi_nccl_open(n, id);
+    if (error) {
+        msi_nccl_abort(n);
+        msi_nccl_close(n);
+        return msi_comm_refuse(comm, MS_RESULT_RANKS,
+                               error > 0 ? ncclGetErrorString((ncclResult_t)error)
+                                         : "ms_comm_nccl: the other ranks did not come in 300 s");
+    }
+    memset(comm, 0, sizeof *comm);
+    comm->size = sizeof *comm;
+    comm->name = "NCCL";
+    comm->user = n;
+    comm->rank = rank;
+    comm->count = count;
+    comm->on_device = true;
+#define MSI_USE(function) comm->function = msi_nccl_##function
+    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
+    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(check), MSI_USE(abort);
+    MSI_USE(error_text), MSI_USE(close);
+#undef MSI_USE
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_nccl_make_id(ms_nccl_id *id) {
+    ncclUniqueId unique;
+    if (!id) {
+        return MS_RESULT_INVALID;
+    }
+    memset(&unique, 0, sizeof unique);
+    const ncclResult_t result = ncclGetUniqueId(&unique);
+    memcpy(id, &unique, sizeof unique);
+    return result == ncclSuccess ? MS_RESULT_OK : MS_RESULT_RANKS;
+}
+
+/* Zeros, where rank 0 could not make one. */
+static bool msi_nccl_is_made(const ms_nccl_id *id) {
+    bool is_made = false;
+    for (size_t i = 0; i < sizeof id->bytes; i++) {
+        is_made = is_made || id->bytes[i] != 0;
+    }
+    return is_made;
+}
+
+MEMSCALE_API ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id) {
+    ms_collective c = MSI_ZERO_INIT;
+    if (!by || !id || !by->broadcast || by->on_device) {
+        return MS_RESULT_INVALID;
+    }
+    memset(id, 0, sizeof *id);
+    if (by->rank == 0 && ms_nccl_make_id(id) != MS_RESULT_OK) {
+        memset(id, 0, sizeof *id);
+    }
+    c.send = c.receive = id;
+    c.count = sizeof *id;
+    c.dtype = MS_DTYPE_I8;
+    c.timeout_s = 60.0;
+    return by->broadcast(by->user, &c) == 0 && msi_nccl_is_made(id) ? MS_RESULT_OK
+                                                                    : MS_RESULT_RANKS;
+}
+
+static MSI_COLD ms_result msi_nccl_write_id(const char *path, ms_nccl_id *id) {
+    char beside[MSI_PATH_BYTES];
+    ms_sink sink;
+    ms_result result = ms_nccl_make_id(id);
+    const int length = msi_write_text(beside, sizeof beside, "%s.tmp", path);
+    if (result != MS_RESULT_OK || length <= 0 || length >= (int)sizeof beside) {
+        return result != MS_RESULT_OK ? result : MS_RESULT_INVALID;
+    }
+    bool is_there = msi_open_sink(beside, &sink) != NULL;
+    if (is_there) {
+        const bool is_written = sink.write(sink.user, id, sizeof *id) == 0;
+        is_there = msi_close_file(sink.user, true) && is_written && msi_replace(beside, path);
+    }
+    return is_there ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+MEMSCALE_API ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
+                                          ms_nccl_id *id) {
+    msi_comm_call call = MSI_ZERO_INIT;
+    ms_source source;
+    const double begin_us = msi_platform_us();
+    if (!path || !id || rank == 0) {
+        return path && id ? msi_nccl_write_id(path, id) : MS_RESULT_INVALID;
+    }
+    call.limit_s = timeout_s;
+    while (!msi_open_source(path, &source)) {
+        if (msi_comm_waits(&call, msi_platform_us() - begin_us, 0.0)) {
+            return MS_RESULT_FILE;
+        }
+    }
+    const bool is_read =
+        source.size == sizeof *id && source.read(source.user, 0, id, sizeof *id) == 0;
+    return msi_close_file(source.user, false) && is_read ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+#endif // MEMSCALE_NCCL
 
 #endif // MEMSCALE_IMPLEMENTATION
 
