@@ -38,6 +38,8 @@
                               per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h> for F32 operands; default, and
                               for F16 and BF16: a built-in kernel
+    MEMSCALE_MPI              define ms_comm_mpi, for ranks that are processes of MPI, by <mpi.h>
+    MEMSCALE_NCCL             define ms_comm_nccl, for ranks with a GPU each, by <nccl.h>
     MEMSCALE_API              linkage of the public functions; default: extern, C linkage
     MEMSCALE_ASSERT(x)        checks of the library's own invariants, such as assert(x); default:
                               none, and the object does not import abort
@@ -285,6 +287,7 @@
       between steps >>values >>place >>relocate >>adopt >>model >>verify
                     >>safetensors >>checkpoints >>files
       reports       >>report >>api >>listing >>trace
+      ranks         >>comm >>mpi >>nccl
     CUDA            >>cuda state >>cuda kernels >>cuda blas >>backend cuda
 */
 #ifndef MEMSCALE_H
@@ -606,7 +609,7 @@ typedef struct ms_step_state {
     uint32_t halted;      // an ms_halt; if not 0, updates change nothing
     /* Loss scaling; growth_steps is 0 without it. loss_scale: of the next step. */
     uint32_t nonfinite; // of this step: number of the first param whose gradient is not finite; 0
-    uint32_t halted_rank, halted_reason; // MS_HALT_RANKS: which one, and its gives_up, or 0
+    uint32_t halted_by; // MS_HALT_RANKS: the gives_up of a rank, or 0, and the rank times 2^22
     float loss_scale;
     uint32_t clean_steps;   // since the last overflow or growth
     uint32_t skipped_steps; // by overflows, and by the norm
@@ -617,12 +620,12 @@ typedef struct ms_step_state {
     uint32_t skipped_by_norm; // steps whose norm was above skip_above
     float skip_above;         // 0: none is skipped
     uint64_t step, seed;      // uploaded: number of the step; *ms_call.step_seed
-    uint64_t update_seed;     // uploaded: of updates, the same on all ranks
     /* Uploaded: what the gradients are multiplied by in the update (ms_set_gradient_factor), also so
        that they are of the mean in a step that ms_update has ended before its last micro-batch. */
     float gradient_factor;
-    uint32_t runs, gives_up; // uploaded, of several ranks: as in ms_vote
-    uint32_t passed; // uploaded as 0: votes since, after which ranks may have updated params
+    /* Uploaded, of several ranks: as in ms_vote. A vote after which ranks may update params sets the
+       highest bit of runs; 0: there is one rank. */
+    uint32_t runs, gives_up;
 } ms_step_state;
 
 /* What ranks vote on: the loss of an eval or of a micro-batch; the squares of the gradients; whether
@@ -635,7 +638,7 @@ typedef struct ms_vote {
     double sums[MS_LIMIT_NORMS]; // of the squares of the gradients, its share
     uint64_t step;
     uint32_t kind, runs; // an ms_vote_kind; what it runs: votes on different things halt the step
-    uint32_t gives_up;   // why it gives the step up; 0: it does not
+    uint32_t gives_up;   // why it gives the step up, below 2^22; 0: it does not
     uint32_t halted, nonfinite;
     uint32_t reserved[7]; // 0
 } ms_vote;
@@ -1685,6 +1688,38 @@ MEMSCALE_API ms_backend ms_backend_cpu(void);
    there is no such device, ms_create fails. Make it the current device of the thread
    (cudaSetDevice) before ms_create and before every step: callbacks launch on it. */
 MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
+
+/* Ranks that are processes of an MPI job: `communicator` is the address of an MPI_Comm, NULL:
+   MPI_COMM_WORLD. It is duplicated, so all its ranks call this at once. Defined where MEMSCALE_MPI is.
+   Sums in 16 bits are rounded to the nearest after each addition, in the order that MPI chooses. Of a
+   reduce_scatter in place the other parts stay as they are. A timeout_s of 0 is no limit. The library
+   calls MPI on a thread of its own, and meanwhile no other thread may, unless MPI_Init_thread has
+   granted MPI_THREAD_MULTIPLE; with less than MPI_THREAD_SERIALIZED (on_calling_thread) on the thread
+   that trains. After a timeout MPI may still write to memory that it was given: end the process.
+   Errors: INVALID (MPI is not initialized), OUT_OF_MEMORY, RANKS (MPI has failed): then comm->name says
+   what is wrong, and ms_create refuses the comm. */
+MEMSCALE_API_CHECKED ms_result ms_comm_mpi(const void *communicator, ms_comm *comm);
+
+/* Ranks with a GPU each, by NCCL (2.14 or newer), in processes or threads. Defined where MEMSCALE_NCCL
+   is. All call ms_comm_nccl with the same id, each with its device current (cudaSetDevice). It waits
+   for all of them, 300 s at most; after errors (INVALID, OUT_OF_MEMORY, RANKS) comm->name is as above.
+   One rank makes the id, and hands it to the others: by any comm between hosts (ms_nccl_share_id, which
+   all ranks of that call: rank 0 makes it); or by a file (ms_nccl_id_in_file: rank 0 makes and writes
+   it, the others wait for it, timeout_s at most). The path must be new: a file of an earlier run gives
+   an id that nobody answers. Errors: INVALID, RANKS, FILE (it cannot be written, or did not come). */
+typedef struct ms_nccl_id {
+    char bytes[128];
+} ms_nccl_id;
+MEMSCALE_API_CHECKED ms_result ms_nccl_make_id(ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
+                                                  ms_nccl_id *id);
+MEMSCALE_API_CHECKED ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
+                                            ms_comm *comm);
+
+/* Frees what any comm has made, after the last model that uses it; NULL and a zeroed one are fine. One
+   of MPI is closed by all ranks, before MPI_Finalize. */
+MEMSCALE_API void ms_comm_close(ms_comm *comm);
 
 /* Memory for the transient values of several models, of which only one trains at a time: a
    generator and its critic, a policy and its value function. It is as large as the largest of them
@@ -3706,11 +3741,12 @@ MSI_HD float msi_guarded_element(ms_optimizer_kind kind, const ms_update_factors
     return msi_choose(changes, new_value, msi_value_without(kind, value));
 }
 
-/* The key of the random bits for tensor k of the state of a param. */
+/* The key of the random bits for tensor k of the state of a param: the same on all ranks, which have
+   seeds of their own for their micro-batches. */
 MSI_HD uint32_t msi_state_key(const ms_update_args *args, int k) {
-    return (
-        uint32_t)(msi_mix(args->state_of_step->update_seed ^ msi_mix(args->seed + (uint64_t)k)) >>
-                  32);
+    const ms_step_state *step = args->state_of_step;
+    const uint64_t seed = step->runs != 0 ? msi_mix(step->step) : step->seed;
+    return (uint32_t)(msi_mix(seed ^ msi_mix(args->seed + (uint64_t)k)) >> 32);
 }
 
 /* Element i of an array in a format of calls: x, rounded at random. */
@@ -3850,6 +3886,8 @@ MSI_HD void msi_cast_vote(ms_vote *vote, ms_vote_kind kind, const ms_step_state 
     }
 }
 
+static const uint32_t MSI_VOTE_PASSED = 1u << 31; // in ms_step_state.runs
+
 /* Whether a vote is on the same as the one of rank 0. */
 MSI_HD bool msi_is_alike_vote(const ms_vote *vote, const ms_vote *first) {
     return vote->step == first->step && vote->kind == first->kind && vote->runs == first->runs;
@@ -3869,20 +3907,21 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
                         ? vote->nonfinite
                         : nonfinite;
     }
-    for (uint32_t r = 0; r < vote_count;
-         r++) { // the first to name, and one that gives up before all
+    for (uint32_t r = 0; r < vote_count; r++) { // names the first that gives up, or else differs
         const bool gives_up = votes[r].gives_up != 0;
-        if ((gives_up || !msi_is_alike_vote(&votes[r], votes)) &&
-            (halted != (uint32_t)MS_HALT_RANKS || (gives_up && judged->halted_reason == 0))) {
+        const bool differs = !msi_is_alike_vote(&votes[r], votes);
+        if (gives_up || (differs && halted != (uint32_t)MS_HALT_RANKS)) {
             halted = MS_HALT_RANKS;
-            judged->halted_rank = r;
-            judged->halted_reason = votes[r].gives_up;
+            judged->halted_by = r << 22 | votes[r].gives_up;
+        }
+        if (gives_up) {
+            break;
         }
     }
     if (votes[0].kind <= (uint32_t)MS_VOTE_LOSS) {
         judged->loss = loss;
     } else if (halted == (uint32_t)MS_HALT_NONE) {
-        judged->passed++;
+        judged->runs |= MSI_VOTE_PASSED;
     }
     if (judged->halted != halted) {
         judged->halted = halted;
@@ -3926,6 +3965,12 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
 
 #ifdef MEMSCALE_CBLAS
 #include <cblas.h>
+#endif
+#ifdef MEMSCALE_MPI
+#include <mpi.h>
+#endif
+#ifdef MEMSCALE_NCCL
+#include <nccl.h>
 #endif
 #ifdef __AVX2__
 #if defined(__GNUC__) && !defined(__clang__) // its header uses variables that are not initialized
@@ -26164,6 +26209,9 @@ static ms_result msi_set_scale(ms_model *m, bool scales) {
 
 /* What a rank runs, besides the number of its step: equal if other ranks run the same. */
 static uint32_t msi_runs(const ms_model *m) {
+    if (m->ranks.count < 2) {
+        return 0;
+    }
     uint64_t hash = msi_mix_in(m->run.micro, m->run.program == &m->run.plan->eval);
     for (uint32_t a = 0; a < m->graph.axis_count; a++) {
         hash = msi_mix_in(hash, (uint64_t)m->graph.axes[a].size);
@@ -26171,7 +26219,7 @@ static uint32_t msi_runs(const ms_model *m) {
     for (uint32_t t = 0; t < m->graph.tensors.count; t++) {
         hash = m->graph.tensors.items[t].is_paused ? msi_mix_in(hash, t + 1ull) : hash;
     }
-    return (uint32_t)(hash >> 32);
+    return (uint32_t)(hash >> 33) | 1;
 }
 
 /* Uploads what changes from step to step. */
@@ -26179,9 +26227,8 @@ static ms_result msi_upload_step(ms_model *m) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     state->step = m->run.step;
     state->seed = msi_seed_at(m, m->run.micro * m->ranks.count + m->config.comm.rank);
-    state->update_seed = msi_seed_at(m, m->run.micro);
     state->gradient_factor = m->run.gradient_factor > 0.0f ? m->run.gradient_factor : 1.0f;
-    state->gives_up = state->passed = 0;
+    state->gives_up = 0;
     state->runs = msi_runs(m);
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, step), MSI_STATES_BYTES);
 }
@@ -26256,29 +26303,32 @@ static bool msi_is_error_halt(const ms_step_state *state) {
            state->halted == (uint32_t)MS_HALT_RANKS;
 }
 
+enum { MSI_REASON_BITS = 5, MSI_NAMED_LAYERS = (1 << (22 - MSI_REASON_BITS)) - 1 };
+typedef char msi_reasons_fit[(int)MS_RESULT_COUNT <= 1 << MSI_REASON_BITS ? 1 : -1];
+
 /* A step that a rank has given up, or in which ranks run different things. */
 static MSI_COLD ms_result msi_fail_by_rank(ms_model *m, const ms_step_state *state) {
-    const uint32_t reason = state->halted_reason, layer = reason & 0xffffffu;
-    const ms_result why = (ms_result)(reason >> 24);
-    const msi_words at = layer > 0 && layer <= m->graph.layers.count
+    const uint32_t layer = (state->halted_by & 0x3fffffu) >> MSI_REASON_BITS;
+    const uint32_t rank = state->halted_by >> 22;
+    const ms_result why = (ms_result)(state->halted_by & ((1u << MSI_REASON_BITS) - 1));
+    const msi_words at = layer > 0
                              ? msi_words_of(" at %s", msi_layer_label(&m->graph, layer - 1).text)
                              : msi_words_of("%s", "");
-    m->run.failed |= state->passed > 0;
+    m->run.failed |= (state->runs & MSI_VOTE_PASSED) != 0;
     if (m->ranks.gives_up) {
         m->ranks.gives_up = false;
         return msi_fail(m, m->ranks.why, "%s", m->ranks.text);
     }
-    if (reason == 0) {
+    if (why == MS_RESULT_OK) {
         return msi_fail(m, MS_RESULT_RANKS,
                         "rank %u runs something else than rank 0: another step, micro-batch, size "
                         "of an axis, or function; all ranks must call the same functions of the "
                         "library in the same order",
-                        (unsigned)state->halted_rank);
+                        (unsigned)rank);
     }
     return msi_fail(m, why == MS_RESULT_CANCELLED ? why : MS_RESULT_RANKS,
                     "rank %u has given the step up%s: %s (%s); nothing of it counts on any rank",
-                    (unsigned)state->halted_rank, at.text, ms_result_text(why),
-                    ms_result_name(why));
+                    (unsigned)rank, at.text, ms_result_text(why), ms_result_name(why));
 }
 
 static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *state, uint64_t step) {
@@ -26414,7 +26464,8 @@ static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why, uint32_t layer
     m->ranks.gives_up = true;
     m->ranks.why = why;
     memcpy(m->ranks.text, m->errors.text, sizeof m->ranks.text);
-    state->gives_up = (uint32_t)why << 24 | (layer < 0xffffffu ? layer + 1 : 0);
+    state->gives_up = (uint32_t)why | (layer < (uint32_t)MSI_NAMED_LAYERS ? layer + 1 : 0)
+                                          << MSI_REASON_BITS;
     return msi_upload(m, MSI_STATE_BYTES + offsetof(ms_step_state, gives_up),
                       MSI_STATE_BYTES + offsetof(ms_step_state, gives_up) + sizeof state->gives_up);
 }
@@ -37975,6 +38026,610 @@ MEMSCALE_API ms_result ms_print_metrics(const ms_model *model, ms_text_fn write,
     }
     return result;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>comm  how ranks talk to each other: what MPI and NCCL share
+
+MEMSCALE_API void ms_comm_close(ms_comm *comm) {
+    if (comm && comm->close) {
+        comm->close(comm->user);
+    }
+    if (comm) {
+        memset(comm, 0, sizeof *comm);
+    }
+}
+
+#if defined(MEMSCALE_MPI) || defined(MEMSCALE_NCCL)
+
+#ifdef MEMSCALE_NO_SYSTEM
+#error "MEMSCALE_MPI and MEMSCALE_NCCL need a clock: they do not go with MEMSCALE_NO_SYSTEM"
+#endif
+
+/* Error numbers beside those of MPI and NCCL, which are not negative. */
+enum { MSI_COMM_LATE = -1, MSI_COMM_ENDED = -2, MSI_COMM_DTYPE = -3 };
+
+/* What a rank does, for the texts of errors, and whether it has been told to end that. */
+typedef struct msi_comm_call {
+    const char *name;
+    double limit_s; // 0: none
+    uint32_t rank, count;
+    msi_flag is_ended; // by abort, on any thread
+    char text[256];
+} msi_comm_call;
+
+/* NULL: the number is not one of ours. */
+static MSI_COLD const char *msi_comm_text(msi_comm_call *c, int error) {
+    switch (error) {
+    case MSI_COMM_LATE:
+        msi_write_text(c->text, sizeof c->text,
+                       "rank %u of %u has waited %.1f s for another one in %s: it has ended, is "
+                       "stuck, or needs longer (comm_timeout)",
+                       c->rank, c->count, c->limit_s, c->name);
+        return c->text;
+    case MSI_COMM_ENDED:
+        return "this rank has ended it";
+    case MSI_COMM_DTYPE:
+        return "sums are of F32, BF16 or F16; other collectives also of I8";
+    }
+    return NULL;
+}
+
+#if defined(MSI_CLOCK) && defined(__linux__) && !defined(CLOCK_MONOTONIC) // strict C: see MSI_CLOCK
+extern int nanosleep(const msi_timespec *rest, msi_timespec *left);
+#endif
+
+/* Between two questions whether something is done: lets other threads run, and after busy_us sleeps, a
+   sixteenth of the time that has passed, 1 ms at most. */
+static void msi_comm_rest(double waited_us, double busy_us) {
+    const double rest_us = waited_us < busy_us ? 0.0 : waited_us < 16000.0 ? waited_us / 16 : 1e3;
+#if defined(_WIN32)
+    Sleep(rest_us < 1e3 ? 0 : 1);
+#else
+#ifdef MSI_CLOCK
+    if (rest_us > 0.0) {
+        const msi_timespec rest = {0, (long)(1e3 * rest_us)};
+        (void)nanosleep(&rest, NULL);
+        return;
+    }
+#endif
+    (void)rest_us;
+    (void)sched_yield();
+#endif
+}
+
+/* 0: go on waiting. */
+static int msi_comm_waits(const msi_comm_call *c, double waited_us, double busy_us) {
+    if (msi_flag_is_set(&c->is_ended)) {
+        return MSI_COMM_ENDED;
+    }
+    if (c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s) {
+        return MSI_COMM_LATE;
+    }
+    msi_comm_rest(waited_us, busy_us);
+    return 0;
+}
+
+/* A comm that ms_create refuses, with the reason. */
+static MSI_COLD ms_result msi_comm_refuse(ms_comm *comm, ms_result result, const char *reason) {
+    if (comm) {
+        memset(comm, 0, sizeof *comm);
+        comm->size = sizeof *comm;
+        comm->name = reason;
+    }
+    return result;
+}
+
+static bool msi_comm_takes(ms_dtype dtype, bool adds) {
+    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_BF16 || dtype == MS_DTYPE_F16 ||
+           (dtype == MS_DTYPE_I8 && !adds);
+}
+
+static const ms_allocator msi_comm_allocator = MSI_ZERO_INIT; // malloc and free
+
+#endif // MEMSCALE_MPI or MEMSCALE_NCCL
+
+// ------------------------------------------------------------------------------------------------
+// >>mpi  collectives are started, and asked for until they are done or their time is over
+
+#ifdef MEMSCALE_MPI
+
+#ifndef MSI_MPI_MOST
+#define MSI_MPI_MOST INT32_MAX // elements of one call of MPI
+#endif
+
+enum { MSI_MPI_REQUESTS = 64 };
+
+typedef struct msi_mpi {
+    MPI_Comm comm;
+    MPI_Op bf16_sum, f16_sum;
+    msi_comm_call call;
+    bool is_grouped;
+    int error;       // the first one, after which nothing is called
+    int begun, done; // of the requests
+    double begun_bytes;
+    MPI_Request requests[MSI_MPI_REQUESTS];
+    char text[MPI_MAX_ERROR_STRING];
+} msi_mpi;
+
+static void msi_mpi_sum_bf16(void *x, void *sum, int *count, MPI_Datatype *type) {
+    (void)type;
+    msi_cpu_chunk(sum, MS_DTYPE_BF16, x, MS_DTYPE_BF16, 0, (uint64_t)*count, true);
+}
+
+static void msi_mpi_sum_f16(void *x, void *sum, int *count, MPI_Datatype *type) {
+    (void)type;
+    msi_cpu_chunk(sum, MS_DTYPE_F16, x, MS_DTYPE_F16, 0, (uint64_t)*count, true);
+}
+
+/* MPI does its work in these questions. It is asked busily for as long as the bytes would take at 100 MB
+   per second. Each request has the time limit for itself. */
+static int msi_mpi_await(msi_mpi *m) {
+    double begin_us = msi_platform_us();
+    while (!m->error && m->done < m->begun) {
+        int is_done = 0;
+        m->error = MPI_Test(&m->requests[m->done], &is_done, MPI_STATUS_IGNORE);
+        const double now_us = msi_platform_us();
+        if (is_done) {
+            m->done++;
+            begin_us = now_us;
+        } else if (!m->error) {
+            m->error = msi_comm_waits(&m->call, now_us - begin_us, 1e3 + m->begun_bytes / 100.0);
+        }
+    }
+    m->begun = m->done = 0;
+    m->begun_bytes = 0.0;
+    return m->error;
+}
+
+typedef enum msi_mpi_kind {
+    MSI_MPI_REDUCE_ALL,
+    MSI_MPI_REDUCE,
+    MSI_MPI_SCATTER,
+    MSI_MPI_GATHER,
+    MSI_MPI_BROADCAST
+} msi_mpi_kind;
+
+/* Starts what moves `count` elements, in pieces that MPI can count. send NULL: in place. */
+static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void *receive,
+                          uint64_t count, ms_dtype dtype, int root) {
+    const uint64_t bytes = ms_dtype_bytes(dtype);
+    const MPI_Op sum = dtype == MS_DTYPE_F32    ? MPI_SUM
+                       : dtype == MS_DTYPE_BF16 ? m->bf16_sum
+                                                : m->f16_sum;
+    const MPI_Datatype type = dtype == MS_DTYPE_F32  ? MPI_FLOAT
+                              : dtype == MS_DTYPE_I8 ? MPI_BYTE
+                                                     : MPI_UINT16_T;
+    for (uint64_t at = 0; at < count && !m->error; at += MSI_MPI_MOST) {
+        const int n = (int)msi_smaller(count - at, MSI_MPI_MOST);
+        const void *from =
+            send ? (const uint8_t *)send + at * bytes : (const uint8_t *)MPI_IN_PLACE;
+        void *to = receive ? (uint8_t *)receive + at * bytes : NULL;
+        if (m->begun == MSI_MPI_REQUESTS && msi_mpi_await(m)) {
+            return;
+        }
+        MPI_Request *request = &m->requests[m->begun];
+        switch (kind) {
+        case MSI_MPI_REDUCE_ALL:
+            m->error = MPI_Iallreduce(from, to, n, type, sum, m->comm, request);
+            break;
+        case MSI_MPI_REDUCE:
+            m->error = MPI_Ireduce(from, to, n, type, sum, root, m->comm, request);
+            break;
+        case MSI_MPI_SCATTER:
+            m->error = MPI_Ireduce_scatter_block(from, to, n, type, sum, m->comm, request);
+            break;
+        case MSI_MPI_GATHER:
+            m->error = MPI_Iallgather(from, n, type, to, n, type, m->comm, request);
+            break;
+        case MSI_MPI_BROADCAST:
+            m->error = MPI_Ibcast(to, n, type, root, m->comm, request);
+            break;
+        }
+        m->begun += !m->error;
+        m->begun_bytes += (double)n * (double)bytes;
+    }
+}
+
+static bool msi_mpi_enter(msi_mpi *m, const ms_collective *c, const char *name, bool adds) {
+    m->call.name = name;
+    m->call.limit_s = c->timeout_s;
+    if (!m->error && !msi_comm_takes(c->dtype, adds)) {
+        m->error = MSI_COMM_DTYPE;
+    }
+    return !m->error;
+}
+
+static int msi_mpi_leave(msi_mpi *m) {
+    return m->is_grouped ? m->error : msi_mpi_await(m);
+}
+
+static int msi_mpi_all_reduce(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "all_reduce", true)) {
+        msi_mpi_begin(m, MSI_MPI_REDUCE_ALL, c->send == c->receive ? NULL : c->send, c->receive,
+                      c->count, c->dtype, 0);
+    }
+    return msi_mpi_leave(m);
+}
+
+/* Whether one call moves a part of `count` elements of each rank. */
+static bool msi_mpi_takes_parts(const msi_mpi *m, uint64_t count) {
+    return count <= MSI_MPI_MOST / m->call.count;
+}
+
+/* In one call; or a reduction to each rank, since that call has no strides for pieces, and puts the
+   result of one that is in place elsewhere. */
+static int msi_mpi_reduce_scatter(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
+    const uint8_t *send = (const uint8_t *)c->send, *own = send + m->call.rank * part;
+    const bool is_taken = msi_mpi_enter(m, c, "reduce_scatter", true);
+    if (is_taken && own != c->receive && msi_mpi_takes_parts(m, c->count)) {
+        msi_mpi_begin(m, MSI_MPI_SCATTER, send, c->receive, c->count, c->dtype, 0);
+        return msi_mpi_leave(m);
+    }
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++, send += part) {
+        const bool is_mine = send == own;
+        msi_mpi_begin(m, MSI_MPI_REDUCE, is_mine && own == c->receive ? NULL : send,
+                      is_mine ? c->receive : NULL, c->count, c->dtype, (int)r);
+    }
+    return msi_mpi_leave(m);
+}
+
+/* In one call where MPI can count the elements, else each rank broadcasts its own. */
+static int msi_mpi_all_gather(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
+    uint8_t *to = (uint8_t *)c->receive, *own = to + m->call.rank * part;
+    const bool is_taken = msi_mpi_enter(m, c, "all_gather", false);
+    if (is_taken && msi_mpi_takes_parts(m, c->count)) {
+        msi_mpi_begin(m, MSI_MPI_GATHER, own == c->send ? NULL : c->send, to, c->count, c->dtype,
+                      0);
+        return msi_mpi_leave(m);
+    }
+    if (is_taken && own != c->send) {
+        memcpy(own, c->send, (size_t)part);
+    }
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++, to += part) {
+        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, to, c->count, c->dtype, (int)r);
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_broadcast(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "broadcast", false)) {
+        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, c->receive, c->count, c->dtype, (int)c->root);
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_barrier(void *user, const ms_collective *c) {
+    msi_mpi *m = (msi_mpi *)user;
+    if (msi_mpi_enter(m, c, "barrier", false) &&
+        (m->begun < MSI_MPI_REQUESTS || !msi_mpi_await(m))) {
+        m->error = MPI_Ibarrier(m->comm, &m->requests[m->begun]);
+        m->begun += !m->error;
+    }
+    return msi_mpi_leave(m);
+}
+
+static int msi_mpi_group_begin(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    m->is_grouped = true;
+    return m->error;
+}
+
+static int msi_mpi_group_end(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    m->is_grouped = false;
+    return msi_mpi_await(m);
+}
+
+static void msi_mpi_abort(void *user) {
+    msi_flag_put(&((msi_mpi *)user)->call.is_ended, 1);
+}
+
+static MSI_COLD const char *msi_mpi_error_text(void *user, int error) {
+    msi_mpi *m = (msi_mpi *)user;
+    int length = 0;
+    const char *text = msi_comm_text(&m->call, error);
+    return text || MPI_Error_string(error, m->text, &length) != MPI_SUCCESS ? text : m->text;
+}
+
+/* Of a comm that has failed the communicator is lost: other ranks may never free it. */
+static void msi_mpi_close(void *user) {
+    msi_mpi *m = (msi_mpi *)user;
+    int is_over = 0;
+    if (MPI_Finalized(&is_over) == MPI_SUCCESS && !is_over) {
+        (void)MPI_Op_free(&m->bf16_sum);
+        (void)MPI_Op_free(&m->f16_sum);
+        if (!m->error && !msi_flag_is_set(&m->call.is_ended)) {
+            (void)MPI_Comm_free(&m->comm);
+        }
+    }
+    msi_release(&msi_comm_allocator, m, sizeof *m);
+}
+
+static int msi_mpi_open(msi_mpi *m, MPI_Comm of) {
+    int rank = 0, count = 0, error = MPI_Comm_dup(of, &m->comm);
+    error = error ? error : MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
+    error = error ? error : MPI_Comm_rank(m->comm, &rank);
+    error = error ? error : MPI_Comm_size(m->comm, &count);
+    error = error ? error : MPI_Op_create(msi_mpi_sum_bf16, 1, &m->bf16_sum);
+    error = error ? error : MPI_Op_create(msi_mpi_sum_f16, 1, &m->f16_sum);
+    m->call.rank = (uint32_t)rank;
+    m->call.count = (uint32_t)count;
+    return error;
+}
+
+MEMSCALE_API ms_result ms_comm_mpi(const void *communicator, ms_comm *comm) {
+    const MPI_Comm of = communicator ? *(const MPI_Comm *)communicator : MPI_COMM_WORLD;
+    int is_ready = 0, is_over = 0, threads = MPI_THREAD_SINGLE;
+    if (!comm || MPI_Initialized(&is_ready) || !is_ready || MPI_Finalized(&is_over) || is_over) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID,
+                               "MPI is not running: call MPI_Init_thread before ms_comm_mpi");
+    }
+    if (of == MPI_COMM_NULL) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_mpi: this is MPI_COMM_NULL");
+    }
+    msi_mpi *m = (msi_mpi *)msi_alloc_zeroed(&msi_comm_allocator, sizeof *m);
+    if (!m) {
+        return msi_comm_refuse(comm, MS_RESULT_OUT_OF_MEMORY, "ms_comm_mpi: no memory");
+    }
+    if (MPI_Query_thread(&threads) || msi_mpi_open(m, of)) {
+        msi_release(&msi_comm_allocator, m, sizeof *m);
+        return msi_comm_refuse(comm, MS_RESULT_RANKS, "ms_comm_mpi: MPI_Comm_dup has failed");
+    }
+    memset(comm, 0, sizeof *comm);
+    comm->size = sizeof *comm;
+    comm->name = "MPI";
+    comm->user = m;
+    comm->rank = m->call.rank;
+    comm->count = m->call.count;
+    comm->on_calling_thread = threads < MPI_THREAD_SERIALIZED;
+#define MSI_USE(function) comm->function = msi_mpi_##function
+    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
+    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(abort);
+    MSI_USE(error_text), MSI_USE(close);
+#undef MSI_USE
+    return MS_RESULT_OK;
+}
+
+#endif // MEMSCALE_MPI
+
+// ------------------------------------------------------------------------------------------------
+// >>nccl  collectives are enqueued on the network's stream; the host waits only until NCCL has done so
+
+#ifdef MEMSCALE_NCCL
+
+#if NCCL_VERSION_CODE < 21400
+#error "MEMSCALE_NCCL needs NCCL 2.14 or newer"
+#endif
+
+typedef struct msi_nccl {
+    ncclComm_t comm; // NULL: it is gone
+    msi_comm_call call;
+    bool is_grouped;
+    float *token; // in device memory: what a barrier adds up
+} msi_nccl;
+
+/* Calls return InProgress where they would wait for other ranks, such as for a first connection. */
+static int msi_nccl_settle(msi_nccl *n, ncclResult_t result) {
+    const double begin_us = msi_platform_us();
+    int error = 0;
+    while (result == ncclInProgress && !error) {
+        const ncclResult_t asked = ncclCommGetAsyncError(n->comm, &result);
+        result = asked == ncclSuccess ? result : asked;
+        error = result == ncclInProgress
+                    ? msi_comm_waits(&n->call, msi_platform_us() - begin_us, 1e3)
+                    : 0;
+    }
+    return error ? error : (int)result;
+}
+
+static int msi_nccl_leave(msi_nccl *n, ncclResult_t result) {
+    return n->is_grouped && result == ncclInProgress ? 0 : msi_nccl_settle(n, result);
+}
+
+/* 0, or why nothing can be called. */
+static int msi_nccl_enter(msi_nccl *n, const ms_collective *c, const char *name, bool adds,
+                          ncclDataType_t *type) {
+    n->call.name = name;
+    n->call.limit_s = c->timeout_s;
+    *type = c->dtype == MS_DTYPE_F32    ? ncclFloat32
+            : c->dtype == MS_DTYPE_BF16 ? ncclBfloat16
+            : c->dtype == MS_DTYPE_F16  ? ncclFloat16
+                                        : ncclInt8;
+    return !n->comm ? MSI_COMM_ENDED : msi_comm_takes(c->dtype, adds) ? 0 : MSI_COMM_DTYPE;
+}
+
+/* Each function of the table is one call of NCCL. */
+#define MSI_NCCL_CALL(name, adds, call)                                                            \
+    static int msi_nccl_##name(void *user, const ms_collective *c) {                               \
+        msi_nccl *n = (msi_nccl *)user;                                                            \
+        const cudaStream_t stream = (cudaStream_t)c->stream;                                       \
+        ncclDataType_t type;                                                                       \
+        const int error = msi_nccl_enter(n, c, #name, adds, &type);                                \
+        return error ? error : msi_nccl_leave(n, call);                                            \
+    }
+MSI_NCCL_CALL(all_reduce, true,
+              ncclAllReduce(c->send, c->receive, c->count, type, ncclSum, n->comm, stream))
+MSI_NCCL_CALL(reduce_scatter, true,
+              ncclReduceScatter(c->send, c->receive, c->count, type, ncclSum, n->comm, stream))
+MSI_NCCL_CALL(all_gather, false,
+              ncclAllGather(c->send, c->receive, c->count, type, n->comm, stream))
+MSI_NCCL_CALL(broadcast, false,
+              ncclBroadcast(c->send, c->receive, c->count, type, (int)c->root, n->comm, stream))
+MSI_NCCL_CALL(barrier, false,
+              ncclAllReduce(n->token, n->token, 1, ncclFloat32, ncclSum, n->comm, stream))
+
+static int msi_nccl_group_begin(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->is_grouped = true;
+    return n->comm ? (int)ncclGroupStart() : MSI_COMM_ENDED;
+}
+
+static int msi_nccl_group_end(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->is_grouped = false;
+    return n->comm ? msi_nccl_settle(n, ncclGroupEnd()) : MSI_COMM_ENDED;
+}
+
+static int msi_nccl_check(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    ncclResult_t found = ncclSuccess;
+    const ncclResult_t asked = n->comm ? ncclCommGetAsyncError(n->comm, &found) : ncclInvalidUsage;
+    return asked ? (int)asked : found == ncclInProgress ? 0 : (int)found;
+}
+
+static void msi_nccl_abort(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    if (n->comm) {
+        (void)ncclCommAbort(n->comm);
+    }
+    n->comm = NULL;
+}
+
+static MSI_COLD const char *msi_nccl_error_text(void *user, int error) {
+    const char *text = msi_comm_text(&((msi_nccl *)user)->call, error);
+    return text ? text : ncclGetErrorString((ncclResult_t)error);
+}
+
+static void msi_nccl_close(void *user) {
+    msi_nccl *n = (msi_nccl *)user;
+    n->call.limit_s = 60.0;
+    if (n->comm && msi_nccl_settle(n, ncclCommFinalize(n->comm)) == 0) {
+        (void)ncclCommDestroy(n->comm);
+        n->comm = NULL;
+    }
+    msi_nccl_abort(n);
+    (void)cudaFree(n->token);
+    msi_release(&msi_comm_allocator, n, sizeof *n);
+}
+
+static int msi_nccl_open(msi_nccl *n, const ms_nccl_id *id) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclUniqueId unique;
+    config.blocking = 0;
+    memcpy(&unique, id, sizeof unique);
+    n->call.name = "ms_comm_nccl";
+    n->call.limit_s = 300.0;
+    if (cudaMalloc((void **)&n->token, 256) != cudaSuccess ||
+        cudaMemset(n->token, 0, 256) != cudaSuccess) {
+        return ncclUnhandledCudaError;
+    }
+    return msi_nccl_settle(n, ncclCommInitRankConfig(&n->comm, (int)n->call.count, unique,
+                                                     (int)n->call.rank, &config));
+}
+
+MEMSCALE_API ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
+                                    ms_comm *comm) {
+    if (!id || !comm || rank >= count || count > INT32_MAX) {
+        return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_nccl: no id, or no such rank");
+    }
+    msi_nccl *n = (msi_nccl *)msi_alloc_zeroed(&msi_comm_allocator, sizeof *n);
+    if (!n) {
+        return msi_comm_refuse(comm, MS_RESULT_OUT_OF_MEMORY, "ms_comm_nccl: no memory");
+    }
+    n->call.rank = rank;
+    n->call.count = count;
+    const int error = msi_nccl_open(n, id);
+    if (error) {
+        msi_nccl_abort(n);
+        msi_nccl_close(n);
+        return msi_comm_refuse(comm, MS_RESULT_RANKS,
+                               error > 0 ? ncclGetErrorString((ncclResult_t)error)
+                                         : "ms_comm_nccl: the other ranks did not come in 300 s");
+    }
+    memset(comm, 0, sizeof *comm);
+    comm->size = sizeof *comm;
+    comm->name = "NCCL";
+    comm->user = n;
+    comm->rank = rank;
+    comm->count = count;
+    comm->on_device = true;
+#define MSI_USE(function) comm->function = msi_nccl_##function
+    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
+    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(check), MSI_USE(abort);
+    MSI_USE(error_text), MSI_USE(close);
+#undef MSI_USE
+    return MS_RESULT_OK;
+}
+
+MEMSCALE_API ms_result ms_nccl_make_id(ms_nccl_id *id) {
+    ncclUniqueId unique;
+    if (!id) {
+        return MS_RESULT_INVALID;
+    }
+    memset(&unique, 0, sizeof unique);
+    const ncclResult_t result = ncclGetUniqueId(&unique);
+    memcpy(id, &unique, sizeof unique);
+    return result == ncclSuccess ? MS_RESULT_OK : MS_RESULT_RANKS;
+}
+
+/* Zeros, where rank 0 could not make one. */
+static bool msi_nccl_is_made(const ms_nccl_id *id) {
+    bool is_made = false;
+    for (size_t i = 0; i < sizeof id->bytes; i++) {
+        is_made = is_made || id->bytes[i] != 0;
+    }
+    return is_made;
+}
+
+MEMSCALE_API ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id) {
+    ms_collective c = MSI_ZERO_INIT;
+    if (!by || !id || !by->broadcast || by->on_device) {
+        return MS_RESULT_INVALID;
+    }
+    memset(id, 0, sizeof *id);
+    if (by->rank == 0 && ms_nccl_make_id(id) != MS_RESULT_OK) {
+        memset(id, 0, sizeof *id);
+    }
+    c.send = c.receive = id;
+    c.count = sizeof *id;
+    c.dtype = MS_DTYPE_I8;
+    c.timeout_s = 60.0;
+    return by->broadcast(by->user, &c) == 0 && msi_nccl_is_made(id) ? MS_RESULT_OK
+                                                                    : MS_RESULT_RANKS;
+}
+
+static MSI_COLD ms_result msi_nccl_write_id(const char *path, ms_nccl_id *id) {
+    char beside[MSI_PATH_BYTES];
+    ms_sink sink;
+    ms_result result = ms_nccl_make_id(id);
+    const int length = msi_write_text(beside, sizeof beside, "%s.tmp", path);
+    if (result != MS_RESULT_OK || length <= 0 || length >= (int)sizeof beside) {
+        return result != MS_RESULT_OK ? result : MS_RESULT_INVALID;
+    }
+    bool is_there = msi_open_sink(beside, &sink) != NULL;
+    if (is_there) {
+        const bool is_written = sink.write(sink.user, id, sizeof *id) == 0;
+        is_there = msi_close_file(sink.user, true) && is_written && msi_replace(beside, path);
+    }
+    return is_there ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+MEMSCALE_API ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
+                                          ms_nccl_id *id) {
+    msi_comm_call call = MSI_ZERO_INIT;
+    ms_source source;
+    const double begin_us = msi_platform_us();
+    if (!path || !id || rank == 0) {
+        return path && id ? msi_nccl_write_id(path, id) : MS_RESULT_INVALID;
+    }
+    call.limit_s = timeout_s;
+    while (!msi_open_source(path, &source)) {
+        if (msi_comm_waits(&call, msi_platform_us() - begin_us, 0.0)) {
+            return MS_RESULT_FILE;
+        }
+    }
+    const bool is_read =
+        source.size == sizeof *id && source.read(source.user, 0, id, sizeof *id) == 0;
+    return msi_close_file(source.user, false) && is_read ? MS_RESULT_OK : MS_RESULT_FILE;
+}
+
+#endif // MEMSCALE_NCCL
 
 #endif // MEMSCALE_IMPLEMENTATION
 

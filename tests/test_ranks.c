@@ -195,9 +195,9 @@ static rd_graph *graph_for_ranks(uint64_t seed) {
 
 static void test_random_graphs(void **state) {
     (void)state;
-    const uint32_t count = t_dags(QUICK_GRAPHS, GRAPHS);
+    const uint32_t count = (uint32_t)t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     for (uint32_t k = 0; k < count; ++k) {
-        const uint64_t seed = t_first_seed() + k;
+        const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
         rd_graph *g = graph_for_ranks(seed);
         ms_config config = t_config();
         const uint32_t ranks = 2 + (uint32_t)(seed % 3), micros = g->accumulation;
