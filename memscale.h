@@ -4508,17 +4508,18 @@ typedef enum msi_cost {
    fetches, so that copies are issued early, or else at once, and are awaited late; whether it is a
    direction of the link, a share of which goes to updates that use state on the host; whether it is
    the network; the fields of ms_memory_report that count it. COMPUTE issues what runs on the others,
-   and waits for it. The network is two engines, since what is fetched does not wait for what is sent. */
+   and waits for it. The network is two engines, since what is fetched does not wait for what is sent. What one engine
+   makes for another that does not fetch either comes before it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, COMPUTE, copy, memory_gb_per_s, "copy", false, false, false, 0, 0)                  \
     X(TO_DEVICE, TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true, false,  \
       MSI_COUNTERS(to_device))                                                                     \
-    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
-      MSI_COUNTERS(to_host))                                                                       \
     X(GATHER, NETWORK, network_copy, network_gb_per_s, "collective that gathers", true, false,     \
       true, MSI_COUNTERS(gather))                                                                  \
     X(REDUCE, NETWORK, network_copy, network_gb_per_s, "collective", false, false, true,           \
-      MSI_COUNTERS(reduce))
+      MSI_COUNTERS(reduce))                                                                        \
+    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
+      MSI_COUNTERS(to_host))
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
 enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
@@ -14468,6 +14469,9 @@ static void msi_lower_late_reductions(msi_lowering *w) {
             msi_sharding_at(w, t) == MSI_SHARDS_NOTHING &&
             msi_now(w, w->now.gradient_away, t) != MSI_NONE) {
             msi_fetch(w, t, MSI_ROLE_GRADIENT);
+            msi_emit(w, MSI_OP_NOTHING,
+                     t); // what is computed waits for the copy, and so does the sum
+            msi_use(w, msi_now(w, w->now.gradient, t), false);
             msi_emit_reduce(w, t, msi_now(w, w->now.gradient, t));
             msi_send(w, t, MSI_ROLE_GRADIENT);
             msi_set_now(w, w->now.gradient, t, MSI_NONE);
@@ -15483,7 +15487,7 @@ typedef struct msi_transfer {
     uint32_t issue;  // it is issued before this slot
     uint32_t wait;   // it is awaited before this slot
     uint32_t next;   // the next copy of its engine that is not left out, or the count
-    /* Of a copy in, for each engine: the last copy out that makes a source, or MSI_NONE. */
+    /* For each other engine: the last copy out that makes a source, or MSI_NONE. */
     uint32_t after[MSI_ENGINE_COUNT];
     double us, start_us; // how long it takes; of a copy in: when it should begin
     double done_us;      // when it is done
@@ -15596,8 +15600,8 @@ static inline msi_ends msi_ends_of(const msi_scheduling *s, const msi_transfer *
     return ends;
 }
 
-/* Notes a copy. One in waits for the copies out that make its sources, of which the last on each
-   engine is enough: these run in the order of the list. */
+/* Notes a copy. It waits for the copies out that make its sources, of which the last on each engine
+   is enough: these run in the order of the list. */
 static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) {
     const msi_instruction *all = s->program->code.instructions.items, *i = &all[now];
     msi_transfer *t = &s->transfers[number];
@@ -15612,12 +15616,12 @@ static void msi_note_transfer(msi_scheduling *s, uint32_t number, uint32_t now) 
     t->pair_count = i->operand_count / 2u;
     for (uint32_t k = 0; k < t->pair_count; k++) {
         const msi_ends ends = msi_ends_of(s, t, k);
-        const uint32_t before = s->of_range[ends.host];
+        const uint32_t before = s->of_range[msi_is_in(t) ? ends.host : ends.device];
         const msi_transfer *made = before == MSI_NONE ? NULL : &s->transfers[before];
         const msi_instruction *sent = made ? &all[made->instruction] : NULL;
         const bool apart =
             sent && i->part_count > 0 && sent->part_count > 0 && i->part != sent->part;
-        if (sent && !apart && !msi_is_in(made)) {
+        if (sent && !apart && !msi_is_in(made) && (msi_is_in(t) || made->engine != t->engine)) {
             uint32_t *after = &t->after[made->engine];
             *after = *after == MSI_NONE || before > *after ? before : *after;
         }
@@ -15881,15 +15885,44 @@ static bool msi_has_room_for(const msi_placing *w, uint64_t bytes) {
     return bytes + msi_live_at(w->s, w->slot) + w->outgoing_bytes <= w->s->most_bytes;
 }
 
-/* The queue of a copy out that makes a source of a copy in and is not awaited yet, or NULL. */
-static msi_queue *msi_unmade_source(msi_placing *w, const msi_transfer *t) {
+/* A copy out that makes a source of a copy and is not awaited yet, or MSI_NONE. */
+static uint32_t msi_unmade_source(const msi_placing *w, const msi_transfer *t) {
     for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         const uint32_t after = t->after[engine];
         if (after != MSI_NONE && w->s->transfers[after].wait == MSI_NONE) {
-            return &w->queues[engine];
+            return after;
         }
     }
-    return NULL;
+    return MSI_NONE;
+}
+
+/* Issues the next copy out of an engine, and awaits what makes its sources first: copies of engines
+   before it, which need nothing. */
+static void msi_begin_out(msi_placing *w, msi_queue *q) {
+    msi_transfer *t = &w->s->transfers[q->next];
+    for (uint32_t source; (source = msi_unmade_source(w, t)) != MSI_NONE;) {
+        msi_queue *before = &w->queues[w->s->transfers[source].engine];
+        if (before->count == 0) {
+            w->s->transfers[before->next].issue = w->slot;
+            msi_count_held(w, &w->s->transfers[before->next], false);
+            msi_begin_copy(w, before);
+        }
+        msi_await_out(w, before);
+    }
+    t->issue = w->slot;
+    msi_count_held(w, t, false);
+    msi_begin_copy(w, q);
+}
+
+/* Awaits all that makes the sources of a copy. */
+static void msi_await_sources(msi_placing *w, const msi_transfer *t) {
+    for (uint32_t source; (source = msi_unmade_source(w, t)) != MSI_NONE;) {
+        msi_queue *q = &w->queues[w->s->transfers[source].engine];
+        if (q->count == 0) {
+            msi_begin_out(w, q);
+        }
+        msi_await_out(w, q);
+    }
 }
 
 /* Whether the next copy in of an engine may be issued before the present slot: its time has come,
@@ -15904,8 +15937,8 @@ static bool msi_may_begin(msi_placing *w, msi_queue *q) {
         q->count >= s->costs->copies_ahead || q->count + 1 >= msi_most_events(s->store) ||
         q->free_us > w->us + slot_us + (double)MSI_QUEUED_COPIES * t->us ||
         (t->needed >= s->barrier && w->slot < s->barrier) ||
-        (q->blocked == q->next && w->slot <= q->blocked_to) || msi_unmade_source(w, t) ||
-        !msi_has_room_for(w, bytes)) {
+        (q->blocked == q->next && w->slot <= q->blocked_to) ||
+        msi_unmade_source(w, t) != MSI_NONE || !msi_has_room_for(w, bytes)) {
         return false;
     }
     const uint32_t last = msi_hold(s, w->slot, t->needed, bytes);
@@ -15920,12 +15953,10 @@ static void msi_begin_ins(msi_placing *w, msi_queue *q) {
     while (q->next < s->transfer_count) {
         msi_transfer *t = &s->transfers[q->next];
         const bool must = t->needed <= w->slot;
-        while (must && msi_unmade_source(w, t)) {
-            msi_await_out(w, msi_unmade_source(w, t));
-        }
         if (!must && !msi_may_begin(w, q)) {
             break;
         }
+        msi_await_sources(w, t);
         t->issue = w->slot;
         msi_begin_copy(w, q);
     }
@@ -15941,11 +15972,14 @@ static void msi_begin_outs(msi_placing *w, msi_queue *q) {
     const bool ends = w->slot == s->slot_count || s->costs->waits_for_copies ||
                       (w->slot == s->barrier && s->store->micro_count > 1);
     while (q->next < s->transfer_count && s->transfers[q->next].made <= w->slot) {
+        const msi_transfer *t = &s->transfers[q->next];
+        if (msi_unmade_source(w, t) != MSI_NONE && !ends && t->needed > w->slot) {
+            break;
+        }
         if (q->count == msi_most_events(s->store)) {
             msi_await_out(w, q);
         }
-        msi_count_held(w, &s->transfers[q->next], false);
-        msi_begin_copy(w, q);
+        msi_begin_out(w, q);
     }
     while (q->count > 0 && (ends || s->transfers[q->first].done_us <= w->us ||
                             s->transfers[q->first].needed <= w->slot || !msi_has_room_for(w, 0))) {
@@ -17743,7 +17777,7 @@ static void msi_clock_start(msi_clock *c, const msi_graph *g, const msi_costs *c
         msi_enqueue(c, MSI_ENGINE_TO_DEVICE, 0.0,
                     moved ? 0.0 : msi_staging_us(g, costs, &store->residents.items[k]));
     }
-    msi_enqueue(c, MSI_ENGINE_COMPUTE, c->free_us[MSI_ENGINE_TO_DEVICE], 0.0);
+    msi_enqueue(c, MSI_ENGINE_COMPUTE, c->free_us[MS_STREAM_TO_DEVICE], 0.0);
 }
 
 /* The losses are summed after the last forward, and the verdict is copied out during backward.
@@ -17756,7 +17790,7 @@ static void msi_clock_judge(msi_clock *c) {
     const double bytes = (double)c->program->code.ranges.items[loss].bytes;
     msi_enqueue(c, MSI_ENGINE_COMPUTE, 0.0, msi_bytes_us(c->costs, MSI_COST_SUM, bytes));
     if (c->costs->has_copies) {
-        msi_enqueue(c, MSI_ENGINE_TO_HOST, c->free_us[MSI_ENGINE_COMPUTE],
+        msi_enqueue(c, MSI_ENGINE_TO_HOST, c->free_us[MS_STREAM_COMPUTE],
                     msi_copy_us(c->costs, MSI_ENGINE_TO_HOST, MSI_STATES_BYTES));
     }
 }
@@ -17793,7 +17827,7 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
     const msi_instruction *i = &c->program->code.instructions.items[now];
     const msi_engine engine = msi_engine_of(c->costs, (msi_op)i->op);
     const double ready_us = i->op == MSI_OP_WAIT ? c->event_us[i->event] // the copy that it awaits
-                            : i->follows         ? c->free_us[MSI_ENGINE_COMPUTE]
+                            : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
                                                  : 0.0;
     const double start_us = msi_enqueue(c, engine, ready_us, us);
     msi_clock_divide(c, engine, start_us, us);
@@ -17870,7 +17904,7 @@ static void msi_time_program(const msi_graph *g, const msi_costs *costs, const m
         msi_time_part(&c, p, 0, micro_end, is_last);
         if (repeats && is_last == (store->rank_count < 2)) { // it stalls until all engines are done
             p->predicted.micro = msi_read_clock(&c);
-            p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MSI_ENGINE_COMPUTE];
+            p->predicted.micro.stall_us += p->predicted.micro.us - c.free_us[MS_STREAM_COMPUTE];
         }
         if (is_last) {
             msi_time_part(&c, p, micro_end, count, true);
@@ -25335,7 +25369,7 @@ static MSI_COLD void msi_review_times(msi_review *r) {
     msi_clock_start(&c, &m->graph, &m->costs, r->store, p);
     for (uint32_t now = 0; now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
-        const double free_us = c.free_us[MSI_ENGINE_COMPUTE];
+        const double free_us = c.free_us[MS_STREAM_COMPUTE];
         const double us = msi_duration_us(&m->graph, &m->costs, p, i);
         const bool copies = msi_is_issued((msi_op)i->op);
         r->start_us[now] = msi_clock_run(&c, now, us);
@@ -36144,7 +36178,7 @@ static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
     loss.kind = MS_OPERAND_SOURCE;
     loss.offset = m->run.store->resident_bytes + range->offset;
     loss.bytes = range->bytes;
-    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, w->clock.free_us[MSI_ENGINE_COMPUTE] - us,
+    msi_emit_besides(w, MS_EVENT_LOSS, MS_STREAM_COMPUTE, w->clock.free_us[MS_STREAM_COMPUTE] - us,
                      us, &loss);
     if (m->costs.has_copies) {
         const double copy_us = msi_copy_us(&m->costs, MSI_ENGINE_TO_HOST, MSI_STATES_BYTES);
@@ -36152,7 +36186,7 @@ static MSI_COLD void msi_visit_verdict(const msi_walk *w) {
         verdict.bytes = MSI_STATES_BYTES;
         verdict.is_outside = verdict.is_written = true;
         msi_emit_besides(w, MS_EVENT_VERDICT, MS_STREAM_TO_HOST,
-                         w->clock.free_us[MSI_ENGINE_TO_HOST] - copy_us, copy_us, &verdict);
+                         w->clock.free_us[MS_STREAM_TO_HOST] - copy_us, copy_us, &verdict);
     }
 }
 

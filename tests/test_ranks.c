@@ -138,6 +138,11 @@ static bool train(run *r, uint32_t rank, rd_net *n) {
     return fine;
 }
 
+static void show(const char *text, size_t length, void *user) {
+    (void)user;
+    fwrite(text, 1, length, stderr);
+}
+
 static void *work(uint32_t rank, void *argument) {
     run *r = (run *)argument;
     ms_config config = r->config;
@@ -153,6 +158,9 @@ static void *work(uint32_t rank, void *argument) {
         rd_net_destroy(n);
         n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
         result = ms_wrap(n->model);
+    }
+    if (getenv("SHOW") && rank == 0) {
+        (void)ms_print_program(n->model, MS_PROGRAM_TRAIN, show, NULL);
     }
     if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
         ms_memory_report report;
@@ -185,7 +193,8 @@ static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, ui
     assert_true(tc_run(&r->world, work, r));
     for (uint32_t k = 0; k < ranks; ++k) {
         if (r->failure[k][0]) {
-            fail_msg("rank %u of %u: %s", (unsigned)k, (unsigned)ranks, r->failure[k]);
+            fail_msg("seed %llu: rank %u of %u: %s", (unsigned long long)graph->seed, (unsigned)k,
+                     (unsigned)ranks, r->failure[k]);
         }
     }
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
