@@ -1,6 +1,6 @@
 # memscale.h is one header and needs no build. This file builds what stands around it: examples,
 # benchmarks and tests. `make help` lists the targets. It asks for GNU make and a C compiler; OpenMP,
-# a CBLAS, cJSON, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
+# a CBLAS, cJSON, MPI, (for the tests) cmocka and (for NVIDIA GPUs) nvcc are found and used where they are.
 #
 #   config=release|quick|debug|sanitize|thread|coverage|fast|fast_clang
 #                                   release is the default and builds under build/, the others under
@@ -9,7 +9,7 @@
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
-#   OPENMP= CBLAS= CJSON= PNG= SDL=                 build without what was found
+#   OPENMP= CBLAS= CJSON= MPI= PNG= SDL=            build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 12.0, or
 #                                                   for make gpu-first and the like that of the GPU here
@@ -76,6 +76,10 @@ endif
 ifeq ($(origin CJSON),undefined)
 CJSON := $(call try,cjson/cJSON.h,cJSON_Parse == 0,-DMODEL_SHAPE_CJSON -lcjson)
 endif
+# For trainers that mpirun starts: what mpicc would add to the command of a compiler.
+ifeq ($(origin MPI),undefined)
+MPI := $(call try,mpi.h,MPI_VERSION < 3,$(patsubst -I%,-isystem%,$(wordlist 2,99,$(shell mpicc -show 2>/dev/null))))
+endif
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(lastword $(wildcard /usr/local/cuda*/bin/nvcc)))
 endif
@@ -87,12 +91,13 @@ ifeq ($(origin SDL),undefined)
 SDL := $(call try,SDL2/SDL.h,SDL_WasInit == 0,-DENGINE_SDL -I/usr/include/SDL2 -lSDL2)
 endif
 has_cxx := $(shell command -v $(CXX) 2>/dev/null)
-export OPENMP CBLAS CMOCKA CJSON NVCC PNG SDL
+export OPENMP CBLAS CMOCKA CJSON MPI NVCC PNG SDL
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
          $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.) \
          $(if $(CJSON),,no cJSON (libcjson-dev): estimate reads no config.json.) \
+         $(if $(MPI),,no MPI (libopenmpi-dev): trainers run as one rank.) \
          $(if $(NVCC),,no nvcc (CUDA toolkit): nothing is built for a GPU.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
@@ -101,10 +106,11 @@ endif
 endif
 endif
 
-# The sanitizers take the other half of the code: no OpenMP, and the built-in kernel.
+# The sanitizers take the other half of the code: no OpenMP, the built-in kernel, and one rank.
 ifeq ($(filter sanitize thread,$(config)),)
 features := $(OPENMP) $(if $(CBLAS),-DMEMSCALE_CBLAS)
 libs     := $(CBLAS)
+by_mpi   := $(if $(MPI),$(OUT)/examples/gpt2 $(OUT)/examples/bert $(OUT)/examples/llama)
 endif
 
 # MEMSCALE_ASSERT is off unless it is defined: here it is, except in release and fast.
@@ -142,6 +148,11 @@ in_place = $(if $(filter coverage,$(config)),,&& mv $(beside).d $@.d $(to_place)
 $(OUT)/memscale.o: tests/compile_implementation.c $(OUT)/flags
 	$(call say,$(CC) $@) $(compile) $(depends) -c -o $(beside) $< $(in_place)
 
+# For programs that can be ranks of an MPI job.
+with_mpi := -DMEMSCALE_MPI $(filter -isystem%,$(MPI))
+$(OUT)/memscale_mpi.o: tests/compile_implementation.c $(OUT)/flags
+	$(call say,$(CC) $@) $(compile) $(once) $(with_mpi) $(depends) -c -o $(beside) $< $(in_place)
+
 # quick: what is compiled once and runs in each test is worth -O2; programs link it too.
 once := $(if $(filter quick,$(config)),-O2)
 
@@ -163,10 +174,13 @@ on_private := $(tests) $(addprefix $(OUT)/tests/,fuzz_api fuzz_load fuzz_weights
 # What a target needs is not for what it is made of: flags would change with the target that asks for them.
 $(on_private) $(twins): private on_object = $(on_library)
 $(on_private) $(twins): | $(private)/private.h
-$(filter-out $(on_private) %/engine %/robot_board,$(programs)) $(OUT)/tests/kill_saves: $(OUT)/$(if $(once),library,memscale).o
+$(filter-out $(on_private) $(by_mpi) %/engine %/robot_board,$(programs)) $(OUT)/tests/kill_saves: $(OUT)/$(if $(once),library,memscale).o
 $(on_private): $(OUT)/library.o
 $(twins): $(OUT)/library_cpp.o
 $(tests) $(twins): private libs += $(CMOCKA)
+$(by_mpi): $(OUT)/memscale_mpi.o
+$(by_mpi): private on_object += $(with_mpi)
+$(by_mpi): private libs += $(filter-out -isystem%,$(MPI))
 reads_json := examples/estimate examples/llama bench/finetune tests/fuzz_weights \
               $(foreach t,test_estimate test_model_config test_weights,tests/$t tests/$(t)_cpp)
 $(reads_json:%=$(OUT)/%): private libs += $(CJSON)
@@ -200,8 +214,8 @@ $(OUT)/examples/robot_board: examples/robot.c $(OUT)/flags
 # Changes when the commands do, so that a new compiler, flag or library rebuilds everything.
 $(OUT)/flags: FORCE
 	@mkdir -p $(@D)
-	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' | cmp -s - $@ || \
-	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON)' > $@
+	@echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON) $(MPI)' | cmp -s - $@ || \
+	 echo '$(compile) $(twin) $(LDFLAGS) $(libs) $(CMOCKA) $(CJSON) $(MPI)' > $@
 
 -include $(wildcard $(OUT)/*.d $(OUT)/*/*.d)
 

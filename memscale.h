@@ -1765,6 +1765,14 @@ MEMSCALE_API_CHECKED ms_result ms_hardware_report(ms_model *model, ms_hardware *
 MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name);
 MEMSCALE_API const ms_hardware *ms_hardware_at(uint32_t number);
 
+/* Networks between ranks. ms_network_named: fills in network_gb_per_s, network_us and network_is_link of
+   a device for one of these, in any case ("nvlink", "pcie", "10GbE", "InfiniBand NDR", "memory"):
+   what collectives reach of the speed that is stated; false, and nothing is changed, if there is none
+   of that name, or nvlink is not known of this device. ms_network_at: their names, by number; NULL
+   after the last. Sources: see >>hardware. */
+MEMSCALE_API bool ms_network_named(const char *name, ms_hardware *hardware);
+MEMSCALE_API const char *ms_network_at(uint32_t number);
+
 /* ms_set_hardware: plan for this device from the next ms_wrap on (copied): a measured report, a
    built-in device, or your own description. A speed of 0 means the one typical of its kind.
    target_utilization applies to its free memory, else to its total memory, else (both 0) to that of
@@ -8918,6 +8926,70 @@ MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
     return count[1] == 1 ? found[1] : count[0] == 1 ? found[0] : NULL;
 }
 
+/* Networks. Columns: the name; what each rank sends and, at the same time, receives, as stated, in GB/s
+   (0: what its device states of NVLink, or of the link to the host), and the share of that which
+   collectives reach; the shortest time of a collective; whether it is the link to the host.
+   Sources: NVLink of an SXM module in one direction, half of what its data sheet states: V100 6 links of
+     25 GB/s, A100 12 of 25, H100 and H200 18 of 25, B200 18 of 50. Ethernet (IEEE 802.3) and
+     InfiniBand (InfiniBand Trade Association, four lanes): the data rate of one port for each rank.
+     Shares are those of NCCL's model of a machine (src/graph/topo.h): 20 of 25 GB/s of a link of NVLink,
+     12 of 15.75 of PCI Express 3.0 x16, 12 of 12.5 of a port with 100 Gb/s. On H100, where these give
+     360 GB/s, its authors expect just that (github.com/NVIDIA/nccl-tests, issue 326).
+     Latencies are of the order of what nccl-tests measures of 8 bytes among 8 ranks (20 us by NVLink,
+     40 by PCI Express: github.com/NVIDIA/nccl, issue 1530); by TCP an estimate.
+     memory: ranks that are processes of one machine, by ms_comm_mpi: measured (docs/ranks.md) */
+#define MSI_NETWORKS(X)                                                                            \
+    X("nvlink", 0.0, 0.8, 20.0, false)                                                             \
+    X("pcie", 0.0, 0.76, 40.0, true)                                                               \
+    X("10GbE", 1.25, 0.96, 100.0, false)                                                           \
+    X("25GbE", 3.125, 0.96, 100.0, false)                                                          \
+    X("100GbE", 12.5, 0.96, 100.0, false)                                                          \
+    X("infiniband-hdr", 25.0, 0.96, 40.0, false)                                                   \
+    X("infiniband-ndr", 50.0, 0.96, 40.0, false)                                                   \
+    X("memory", 2.0, 1.0, 100.0, false)
+
+#define MSI_X(name, gb, share, us, is_link) {name, gb, share, us, is_link},
+static const struct {
+    const char *name;
+    double gb_per_s, share, us;
+    bool is_link;
+} msi_networks[] = {MSI_NETWORKS(MSI_X)};
+#undef MSI_X
+
+MEMSCALE_API const char *ms_network_at(uint32_t number) {
+    return number < sizeof msi_networks / sizeof msi_networks[0] ? msi_networks[number].name : NULL;
+}
+
+/* Of one direction; 0: not known. */
+static MSI_COLD double msi_nvlink_gb_per_s(const ms_hardware *h) {
+    static const double of_major[] = {150.0, 300.0, 450.0, 900.0}; // from compute capability 7.0
+    const bool has = h->compute_minor == 0 && h->compute_major >= 7 && h->compute_major <= 10;
+    return has ? of_major[h->compute_major - 7] : 0.0;
+}
+
+MEMSCALE_API bool ms_network_named(const char *name, ms_hardware *hardware) {
+    char wanted[MSI_NAME_BYTES] = "", has[MSI_NAME_BYTES] = "!";
+    uint32_t i = 0;
+    const bool fits = name && hardware && msi_squeeze(name, wanted);
+    while (fits && ms_network_at(i) && msi_squeeze(ms_network_at(i), has) && strcmp(has, wanted)) {
+        i++;
+    }
+    if (!fits || !ms_network_at(i)) {
+        return false;
+    }
+    const bool is_link = msi_networks[i].is_link;
+    const double gb_per_s = msi_networks[i].gb_per_s > 0.0 ? msi_networks[i].gb_per_s
+                            : is_link                      ? hardware->to_device_gb_per_s
+                                                           : msi_nvlink_gb_per_s(hardware);
+    if (gb_per_s <= 0.0 && !is_link) {
+        return false;
+    }
+    hardware->network_gb_per_s = msi_networks[i].share * gb_per_s; // 0: by the typical link
+    hardware->network_us = msi_networks[i].us;
+    hardware->network_is_link = is_link;
+    return true;
+}
+
 // ------------------------------------------------------------------------------------------------
 // >>graph  registration, handles, and what follows from the graph alone
 
@@ -10456,6 +10528,9 @@ static const char *msi_hardware_fault(const ms_hardware *hardware) {
         if (!msi_is_speed(i, *msi_speed(&h, i))) {
             return "a speed is negative, not finite, or higher than that of any machine";
         }
+    }
+    if (!msi_is_speed(0, h.network_gb_per_s) || !msi_is_time(h.network_us)) {
+        return "the speed of the network is negative, not finite, or higher than that of any";
     }
     return (unsigned)h.kind > MS_DEVICE_INTEGRATED         ? "there is no such kind of device"
            : !memchr(h.name, 0, sizeof h.name)             ? "its name is not terminated"

@@ -142,8 +142,9 @@ static int choose_preset(llama *l) {
 
 /* Before training, which may take long. */
 static int check_folder(llama *l) {
-    return weights_check_folder(&l->out, l->write) ? 0
-                                                   : fail("--write %s: %s", l->write, l->out.error);
+    return ranks.rank > 0 || weights_check_folder(&l->out, l->write)
+               ? 0
+               : fail("--write %s: %s", l->write, l->out.error);
 }
 
 /* With a large vocabulary most of the memory would be logits, so that head and loss are in tiles. */
@@ -342,9 +343,14 @@ static int write_tokenizer(llama *l) {
     return 0;
 }
 
+/* What ranks share out among them all have to read, and the first one writes it. */
 static int write_weights(llama *l) {
-    if (!weights_write_folder(l->t.model, l->t.net, &l->layout, &l->config, l->write, &l->out)) {
+    const char *folder = ranks.rank == 0 ? l->write : NULL;
+    if (!weights_write_folder(l->t.model, l->t.net, &l->layout, &l->config, folder, &l->out)) {
         return fail("--write %s: %s", l->write, l->out.error);
+    }
+    if (!folder) {
+        return 0;
     }
     printf("written   %s/model.safetensors and config.json, in %s\n", l->write, l->out.type);
     if (l->from && l->file.value_count == 0) {

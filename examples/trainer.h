@@ -11,6 +11,8 @@
 
 #include "checkpoint.h"
 
+#include "ranks.h"
+
 #include <unistd.h>
 
 enum { MAX_SPACES = 12, BYTE_COUNT = 256, WARMUP_STEPS = 60, CUDA_READ_EVERY = 10 };
@@ -532,7 +534,8 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     config.accumulation_steps = (uint32_t)t->options.accumulate;
     config.empirical_profiling = t->options.profile ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     bool half = false;
-    if (choose_training(t, &config, &optimizer, &half) != 0) {
+    if (choose_training(t, &config, &optimizer, &half) != 0 ||
+        ranks_comm(config.backend.is_asynchronous, &config.comm) != 0) {
         return 1;
     }
     if (ms_create(&config, &t->model) != MS_RESULT_OK) {
@@ -610,10 +613,11 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
         return 1;
     }
     printf("model     %s: %lld layers, %lld channels, %lld heads, vocabulary %lld: %.2f M params; "
-           "batch %lld x %lld\n",
+           "batch %lld x %lld",
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
            (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
            (long long)t->shape.batch, (long long)t->shape.sequence);
+    printf(ranks.count > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks.count);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {
@@ -715,6 +719,18 @@ static int print_device_memory(trainer *t) {
 
 // ---- training -----------------------------------------------------------------------------------
 
+/* Writes the next batch of this rank: of one for each, which all ranks draw alike, its own. */
+static int write_batch(trainer *t) {
+    for (uint32_t r = 0; r < ranks.count; r++) {
+        t->kind->draw_batch(t);
+        if (r == ranks.rank && (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+                                ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK)) {
+            return fail("%s", ms_last_error(t->model));
+        }
+    }
+    return 0;
+}
+
 typedef struct progress {
     int64_t step, first;     // first: the step that this process began with
     double started, earlier; // earlier: seconds before it was resumed
@@ -723,10 +739,12 @@ typedef struct progress {
     int printed; // tenths of the run that have a line already
 } progress;
 
+/* On all ranks alike. */
 static void advance(progress *p, const settings *o) {
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
     const double by_time =
-        o->seconds ? (p->earlier + seconds_now() - p->started) / (double)o->seconds : 0.0;
+        o->seconds ? ranks_share((p->earlier + seconds_now() - p->started) / (double)o->seconds)
+                   : 0.0;
     p->done = by_steps > by_time ? by_steps : by_time;
     p->done = p->done < 1.0 ? p->done : 1.0;
 }
@@ -749,7 +767,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
            (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
-                    t->shape.sequence) /
+                    t->shape.sequence * (int64_t)ranks.count) /
                seconds,
            mebibytes(arena_bytes));
     if (p->done < 1.0) {
@@ -777,10 +795,10 @@ static int train_step(trainer *t, progress *p, bool reads) {
     ms_set_group_learning_rate(t->model, t->matrices, learning_rate(t, p));
     for (int64_t i = 0; i < batches; i++) {
         double loss = 0.0;
-        t->kind->draw_batch(t);
-        if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
-            ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
-            ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
+        if (write_batch(t) != 0) {
+            return 1;
+        }
+        if (ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
             return fail("%s", ms_last_error(t->model));
         }
         sum += loss / (double)batches;
@@ -803,12 +821,15 @@ static void print_loss_scale(const trainer *t) {
     }
 }
 
-/* Debug mode takes long, and sees in one batch what it would in others. */
+/* Batches of each rank, of which all together have that many. Debug mode takes long, and sees in one
+   batch what it would in others. */
 static int held_out_batches(const trainer *t) {
-    return t->options.debug ? 1 : t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
+    const int count = (int)ranks.count;
+    const int all = t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
+    return t->options.debug ? 1 : (all + count - 1) / count;
 }
 
-/* The mean loss on what was held out, of which there must be something. */
+/* The mean loss, over all ranks, on what was held out, of which there must be something. */
 static int held_out_loss(trainer *t, double *mean) {
     double sum = 0.0;
     const uint64_t random = t->random;
@@ -816,10 +837,10 @@ static int held_out_loss(trainer *t, double *mean) {
     t->held_out = 0;
     for (int i = 0; i < held_out_batches(t); i++) {
         double loss;
-        t->kind->draw_batch(t);
-        if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
-            ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
-            ms_eval(t->model, &loss) != MS_RESULT_OK) {
+        if (write_batch(t) != 0) {
+            return 1;
+        }
+        if (ms_eval(t->model, &loss) != MS_RESULT_OK) {
             return fail("%s", ms_last_error(t->model));
         }
         sum += loss;
@@ -840,7 +861,7 @@ static int evaluate(trainer *t, bool is_trained) {
         return 1;
     }
     printf("held out  loss %.4f on %d batches of text that training %s\n", loss,
-           held_out_batches(t), is_trained ? "has not seen" : "will not see");
+           held_out_batches(t) * (int)ranks.count, is_trained ? "has not seen" : "will not see");
     fflush(stdout);
     return 0;
 }
@@ -861,6 +882,7 @@ static int train(trainer *t) {
     if (ms_report(t->model, &report) != MS_RESULT_OK) {
         return fail("the model has no plan");
     }
+    const clock_t worked = clock();
     while (p.done < 1.0 && !o->saving.is_stopped) {
         const bool reads = p.step % o->every == 0 || p.step + 1 == o->steps;
         if (train_step(t, &p, reads) != 0) {
@@ -877,6 +899,10 @@ static int train(trainer *t) {
         if (checkpoint_step(&o->saving, t->model, p.step, p.done >= 1.0) != 0) {
             return 1;
         }
+    }
+    if (ranks.count > 1 && ranks_print_times("processor time in each",
+                                             (double)(clock() - worked) / CLOCKS_PER_SEC) != 0) {
+        return 1;
     }
     if (o->saving.is_stopped) {
         return 0;
@@ -929,10 +955,10 @@ static int verify(trainer *t) {
     worst_table table;
     ms_verify_report r;
     memset(&table, 0, sizeof table);
-    t->kind->draw_batch(t);
-    if (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
-        ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK ||
-        ms_verify(t->model, add_difference, &table, &r) != MS_RESULT_OK) {
+    if (write_batch(t) != 0) {
+        return 1;
+    }
+    if (ms_verify(t->model, add_difference, &table, &r) != MS_RESULT_OK) {
         return fail("%s", ms_last_error(t->model));
     }
     printf("\n%-24s %12s %12s %12s %12s\n", "gradient or buffer", "elements", "differ", "absolute",
@@ -1060,6 +1086,7 @@ static int parse_options(trainer *t, int argc, char **argv) {
 
 static int run(trainer *t) {
     uint64_t budget_bytes = 0;
+    ranks_name();
     t->random = 0x9e3779b97f4a7c15u ^ (uint64_t)t->options.seed;
     t->held_out = -1;
     printf("memscale.h %d.%d.%d, %s\n\n", MEMSCALE_VERSION_MAJOR, MEMSCALE_VERSION_MINOR,
@@ -1109,9 +1136,11 @@ static void free_trainer(trainer *t) {
 /* Trains with a trainer that is all zero, except what is its kind's own. */
 NN_API int train_as(trainer *t, const trainer_kind *kind, int argc, char **argv) {
     t->kind = kind;
-    const int result = parse_options(t, argc, argv) != 0 ? 2 : run(t);
+    const int result = ranks_begin(&argc, &argv) != 0      ? 1
+                       : parse_options(t, argc, argv) != 0 ? 2
+                                                           : run(t);
     free_trainer(t);
-    return result;
+    return ranks_end(result);
 }
 
 /* A whole program. */

@@ -653,20 +653,21 @@ GGUF_API bool weights_lend(ms_model *model, const nn_net *net, weight_file *f,
 
 /* A file that gets its name once it is whole. */
 typedef struct weights_file {
-    const char *path;
+    const char *path; // NULL: what is written is not kept
     char beside[SAFETENSORS_PATH];
     FILE *file;
     bool failed;
 } weights_file;
 
 GGUF_API bool weights_create(char *error, weights_file *w, const char *path) {
-    const int length = snprintf(w->beside, sizeof w->beside, "%s.tmp", path);
+    const int length = path ? snprintf(w->beside, sizeof w->beside, "%s.tmp", path)
+                            : snprintf(w->beside, sizeof w->beside, "/dev/null");
     const bool fits = length > 0 && (size_t)length < sizeof w->beside;
     w->path = path;
     w->failed = false;
     w->file = fits ? fopen(w->beside, "wb") : NULL;
     return w->file ? true
-                   : weight_fail(error, "cannot write %s: %s", path,
+                   : weight_fail(error, "cannot write %s: %s", path ? path : w->beside,
                                  fits ? strerror(errno) : "its name is too long");
 }
 
@@ -678,6 +679,9 @@ GGUF_API void weights_put(weights_file *w, const void *data, size_t bytes) {
 GGUF_API bool weights_commit(char *error, weights_file *w, bool is_whole) {
     const bool is_full = w->failed, is_closed = fclose(w->file) == 0;
     const bool is_written = is_whole && !is_full && is_closed;
+    if (!w->path) {
+        return is_whole;
+    }
     if (is_written && rename(w->beside, w->path) == 0) {
         return true;
     }
@@ -699,7 +703,7 @@ enum { WEIGHTS_ENDS = 2, WEIGHTS_END_TEXT = 256 };
 
 /* How weights are written. */
 typedef struct weights_output {
-    const char *path;
+    const char *path; // NULL: params are read, and nothing is written
     const char *type; // "F32", "BF16" or "F16"
     bool merges;      // adapters are added to the weights beside which they are, or else left out
     char ends[WEIGHTS_ENDS][WEIGHTS_END_TEXT]; // for config.json: see weights_read_ends

@@ -563,8 +563,8 @@ GGUF_API bool weights_check_folder(weights_output *out, const char *folder) {
 }
 
 /* Writes model.safetensors and config.json to a folder, which is made where it is not there and its
-   parent is: names are those of transformers, also of what came from a GGUF file. out->path is not
-   used. */
+   parent is: names are those of transformers, also of what came from a GGUF file. Without a folder,
+   params are read and nothing is written. out->path is not used. */
 GGUF_API bool weights_write_folder(ms_model *model, const nn_net *net, const weights_layout *l,
                                    const nn_llama_config *c, const char *folder,
                                    weights_output *out) {
@@ -573,6 +573,10 @@ GGUF_API bool weights_write_folder(ms_model *model, const nn_net *net, const wei
     layout.family = l->family == WEIGHTS_GGUF_GEMMA   ? WEIGHTS_GEMMA
                     : l->family >= WEIGHTS_GGUF_LLAMA ? WEIGHTS_LLAMA
                                                       : l->family;
+    out->path = NULL;
+    if (!folder) {
+        return weights_write(model, net, &layout, out);
+    }
 #ifdef GGUF_MMAP
     if (mkdir(folder, 0777) != 0 && errno != EEXIST) {
         return weight_fail(out->error, "cannot make %s: %s", folder, strerror(errno));

@@ -1,0 +1,209 @@
+/*  ranks.h - trainers that run as several processes which train one model together: the ranks of an MPI
+    job, as mpirun or srun starts them.
+
+        mpirun -n 4 build/examples/gpt2 --budget 40M
+
+    Shown here: MPI_Init_thread, the comm of the library's (ms_comm_mpi; and ms_comm_nccl for a GPU each),
+    one rank that prints, and an end that leaves no rank waiting for one that has failed. A program
+
+    1. calls ranks_begin first, and returns what ranks_end returns of its exit status;
+    2. sets ms_config.comm to what ranks_comm gives, in all its models, which have to be the same ones;
+    3. lets each rank train on batches of its own: of what one rank alone would draw with `count` times
+       the accumulation, rank r has every count-th batch, from the r-th on;
+    4. takes what must not differ between ranks, such as a clock that ends the run, from the first one
+       (ranks_share).
+
+    It is compiled with MEMSCALE_MPI where there is MPI, and linked with an implementation that was too:
+    the Makefile does that for gpt2, bert and llama. Otherwise, and without mpirun, there is one rank.
+    Include memscale.h and options.h first. */
+#ifndef MEMSCALE_RANKS_H
+#define MEMSCALE_RANKS_H
+
+#ifdef MEMSCALE_MPI
+#include <mpi.h>
+#endif
+
+enum { RANKS_SHOWN = 8 };
+
+/* The ranks of this job; of one rank alone count is 1, and comm is zero. */
+static struct {
+    uint32_t rank, count;
+    ms_comm comm;   // between hosts
+    ms_comm on_gpu; // between devices, once ranks_comm was asked for it
+} ranks = {0, 1, {0}, {0}};
+
+/* Errors of the others name their rank. */
+static void ranks_name(void) {
+    const size_t used = strlen(options_program);
+    if (ranks.rank > 0) {
+        snprintf(options_program + used, sizeof options_program - used, " (rank %u)",
+                 (unsigned)ranks.rank);
+    }
+}
+
+#ifdef MEMSCALE_MPI
+
+/* Where mpirun or srun has started this process, the environment says so. MPI is not begun without, since
+   a process alone would have to wait for its services. */
+static bool ranks_is_job(void) {
+    static const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK",
+                                        "MPI_LOCALNRANKS"};
+    bool is = false;
+    for (int i = 0; i < OPTIONS_IN(names); i++) {
+        is = is || getenv(names[i]) != NULL;
+    }
+    return is;
+}
+
+/* Also where a program ends by exit. */
+static void ranks_finalize(void) {
+    int is_over = 0;
+    MPI_Finalized(&is_over);
+    if (!is_over) {
+        ms_comm_close(&ranks.on_gpu);
+        ms_comm_close(&ranks.comm);
+        MPI_Finalize();
+    }
+}
+
+/* Each process of a machine takes a GPU of its own, which is then the first one that it sees: that of
+   its number on the machine, of those that CUDA_VISIBLE_DEVICES lists. A launcher that has given each
+   process one has done so already. */
+static void ranks_choose_gpu(void) {
+    MPI_Comm machine;
+    int number = 0, others = 0;
+    char own[64];
+    MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
+    MPI_Comm_rank(machine, &number);
+    MPI_Comm_free(&machine);
+    const char *at = getenv("CUDA_VISIBLE_DEVICES");
+    if (at && !strchr(at, ',')) {
+        return;
+    }
+    for (; at && others < number && strchr(at, ','); others++) {
+        at = strchr(at, ',') + 1;
+    }
+    snprintf(own, sizeof own, "%.*s", at ? (int)strcspn(at, ",") : 0, at ? at : "");
+    if (!at) {
+        snprintf(own, sizeof own, "%d", number);
+    }
+    setenv("CUDA_VISIBLE_DEVICES", own, 1);
+}
+
+/* Joins the job, if there is one; all ranks except the first print nothing but errors. Returns 1 after
+   an error. */
+static int ranks_begin(int *argc, char ***argv) {
+    int granted = MPI_THREAD_SINGLE;
+    if (!ranks_is_job()) {
+        return 0;
+    }
+    if (MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &granted) != MPI_SUCCESS) {
+        return fail("MPI_Init_thread has failed");
+    }
+    atexit(ranks_finalize);
+    if (granted < MPI_THREAD_MULTIPLE) {
+        return fail("this MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE)");
+    }
+    if (ms_comm_mpi(NULL, &ranks.comm) != MS_RESULT_OK) {
+        return fail("ms_comm_mpi: %s", ranks.comm.name);
+    }
+    ranks.rank = ranks.comm.rank;
+    ranks.count = ranks.comm.count;
+    ranks_choose_gpu();
+    return ranks.rank == 0 || freopen("/dev/null", "w", stdout) ? 0 : fail("no /dev/null");
+}
+
+/* What the program returns. After an error on this rank all others end too, which would wait for it. */
+static int ranks_end(int status) {
+    if (status != 0 && ranks.count > 1) {
+        fflush(NULL);
+        MPI_Abort(MPI_COMM_WORLD, status);
+    }
+    return status;
+}
+
+/* The comm of a model: between the hosts, or where NCCL is compiled in between GPUs. */
+static int ranks_comm(bool on_gpu, ms_comm *comm) {
+#ifdef MEMSCALE_NCCL
+    if (on_gpu && ranks.count > 1 && ranks.on_gpu.size == 0) {
+        ms_nccl_id id;
+        if (ms_nccl_share_id(&ranks.comm, &id) != MS_RESULT_OK) {
+            return fail("NCCL gives no id");
+        }
+        if (ms_comm_nccl(&id, ranks.rank, ranks.count, &ranks.on_gpu) != MS_RESULT_OK) {
+            return fail("ms_comm_nccl: %s", ranks.on_gpu.name);
+        }
+    }
+#endif
+    *comm = on_gpu && ranks.on_gpu.size > 0 ? ranks.on_gpu : ranks.comm;
+    return 0;
+}
+
+/* The number that the first rank has. */
+static double ranks_share(double value) {
+    if (ranks.count > 1) {
+        MPI_Bcast(&value, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
+    }
+    return value;
+}
+
+/* The numbers of all ranks, in the first one. */
+static void ranks_collect(double value, double *all) {
+    *all = value;
+    if (ranks.count > 1) {
+        MPI_Gather(&value, 1, MPI_DOUBLE, all, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
+    }
+}
+
+#else
+
+static int ranks_begin(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    return 0;
+}
+
+static int ranks_end(int status) {
+    return status;
+}
+
+static int ranks_comm(bool on_gpu, ms_comm *comm) {
+    (void)on_gpu;
+    *comm = ranks.comm;
+    return 0;
+}
+
+static double ranks_share(double value) {
+    return value;
+}
+
+static void ranks_collect(double value, double *all) {
+    *all = value;
+}
+
+#endif // MEMSCALE_MPI
+
+/* Prints a time of each rank, or of many ranks the least and the most. */
+static int ranks_print_times(const char *what, double seconds) {
+    double *all = (double *)malloc(ranks.count * sizeof *all);
+    if (!all) {
+        return fail("no memory for the times of %u ranks", (unsigned)ranks.count);
+    }
+    ranks_collect(seconds, all);
+    double least = all[0], most = all[0];
+    for (uint32_t r = 0; r < ranks.count && ranks.rank == 0; r++) {
+        least = all[r] < least ? all[r] : least;
+        most = all[r] > most ? all[r] : most;
+    }
+    printf("ranks     %u, %s:", (unsigned)ranks.count, what);
+    for (uint32_t r = 0; r < ranks.count && ranks.count <= RANKS_SHOWN && ranks.rank == 0; r++) {
+        printf(" %.2f", all[r]);
+    }
+    if (ranks.count > RANKS_SHOWN) {
+        printf(" %.2f to %.2f", least, most);
+    }
+    printf(" s\n");
+    free(all);
+    return 0;
+}
+
+#endif // MEMSCALE_RANKS_H
