@@ -26,7 +26,7 @@ static const char *const default_files[] = {
     "examples/nn.h", "examples/nn_cpu.h", "examples/nn_cuda.h"};
 
 typedef struct settings {
-    const char *preset, *device, *mode, *off, *offload, *optimizer, *state, *precision;
+    const char *preset, *device, *mode, *off, *offload, *shard, *optimizer, *state, *precision;
     const char *trace, *metrics; // files to write, or NULL
     int64_t batch, sequence, steps, seconds, every, seed, warmup;
     int64_t accumulate; // batches of a step
@@ -96,7 +96,7 @@ struct trainer {
 
 // ---- options ------------------------------------------------------------------------------------
 
-enum { TRAINER_OWN_OPTIONS = 8, TRAINER_OPTIONS = 1 + 32 + CHECKPOINT_OPTION_COUNT };
+enum { TRAINER_OWN_OPTIONS = 8, TRAINER_OPTIONS = 1 + 33 + CHECKPOINT_OPTION_COUNT };
 
 /* Fills specs with the options; returns how many there are. */
 static int list_options(const trainer_kind *kind, settings *o, option_spec *specs) {
@@ -110,6 +110,9 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
         {"--mode", "NAME", OPTION_TEXT, &o->mode, "conservative, balanced or aggressive"},
         {"--off", "NAME", OPTION_TEXT, &o->off, "switch off checkpointing or early-update"},
         {"--offload", "NAME", OPTION_TEXT, &o->offload, OPTION_OFFLOAD_HELP},
+        {"--shard", "NAME", OPTION_TEXT, &o->shard,
+         "of several ranks (ranks.h): what each has a part of: state of the optimizer; gradients\n"
+         "too; values of params too; or off: nothing. By default as the mode and the budget say"},
         {"--optimizer", "NAME", OPTION_TEXT, &o->optimizer,
          "adamw; lion, at a third of the rate; adafactor, at ten times the rate; muon for the\n"
          "matrices of the blocks, and adamw for the rest"},
@@ -349,7 +352,20 @@ NN_API void draw_next_tokens(trainer *t) {
 
 // ---- model --------------------------------------------------------------------------------------
 
-/* Applies --mode, --off and --auto. */
+/* What --shard names: each has what those before it have. */
+static const char *const shard_levels[] = {"off", "state", "gradients", "values"};
+enum { SHARD_LEVELS = sizeof shard_levels / sizeof shard_levels[0] };
+
+/* Of shard_levels; -1: nothing is said, SHARD_LEVELS: there is none of that name. */
+static int level_of(const settings *o) {
+    int i = 0;
+    while (o->shard && i < SHARD_LEVELS && strcmp(o->shard, shard_levels[i]) != 0) {
+        i++;
+    }
+    return o->shard ? i : -1;
+}
+
+/* Applies --mode, --off, --auto and --shard. */
 static int choose_techniques(const settings *o, ms_config *config) {
     static const char *const modes[MS_MODE_COUNT] = {"balanced", "conservative", "aggressive"};
     int mode = 0;
@@ -368,7 +384,10 @@ static int choose_techniques(const settings *o, ms_config *config) {
     }
     config->checkpointing = checkpointing ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
     config->early_update = early_update ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
-    return choose_offloading(o->offload, &config->offloading);
+    config->sharding = level_of(o) == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+    return level_of(o) == SHARD_LEVELS
+               ? fail("--shard %s: there are state, gradients, values and off", o->shard)
+               : choose_offloading(o->offload, &config->offloading);
 }
 
 /* Chooses the dtype that layers compute in; `forces`: whether it is to be another than F32. */
@@ -499,6 +518,21 @@ static void force_codes(trainer *t) {
     }
 }
 
+/* With --shard: divides among ranks what belongs to the params that are trained, whatever the budget. */
+static void force_shards(trainer *t) {
+    const int level = level_of(&t->options);
+    const bool is_frozen = has_adapters(t->net); // all params except theirs
+    for (int64_t i = 0; i < nn_param_count(t->net) && level > 0; i++) {
+        const nn_param_info *param = nn_param_at(t->net, i);
+        const ms_tensor of = level == 1   ? ms_optimizer_state(t->model, param->tensor, 0)
+                             : level == 2 ? ms_gradient(t->model, param->tensor)
+                                          : param->tensor;
+        if (!is_frozen || nn_is_adapter(param)) {
+            ms_set_tensor_technique(t->model, of, MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
+        }
+    }
+}
+
 /* Applies all options that name something of memscale.h. */
 static int choose_training(const trainer *t, ms_config *config, ms_optimizer_desc *optimizer,
                            bool *half) {
@@ -556,6 +590,7 @@ static int make_model(trainer *t, uint64_t budget_bytes, bool dry) {
     ms_set_optimizer(t->model, &optimizer);
     group_matrices(t, &optimizer);
     force_codes(t);
+    force_shards(t);
     return 0;
 }
 
@@ -875,7 +910,7 @@ static int train(trainer *t) {
     p.started = seconds_now();
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
-    p.terminal = isatty(STDOUT_FILENO) != 0;
+    p.terminal = ranks.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
     advance(&p, o);
     p.begun = p.done;
     p.printed = (int)(p.done * 10.0);
