@@ -13859,12 +13859,14 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
 // >>homes  params and values that are fetched from the host for a call, and sent back after it
 
 /* Whether residents with these two homes can move in one copy: both homes are in the model's own
-   memory, where no callback uses them. */
+   memory, where no callback uses them, and both are shards or whole. */
 static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
     const msi_resident *residents = w->store->residents.items;
     const uint32_t count = w->store->residents.count;
+    const msi_range *ranges = w->program->code.ranges.items;
     return a < count && b < count && !residents[a].borrowed && !residents[b].borrowed &&
-           !residents[a].is_shown && !residents[b].is_shown;
+           !residents[a].is_shown && !residents[b].is_shown &&
+           ranges[a].is_shard == ranges[b].is_shard;
 }
 
 /* Whether a home lies right after another: all residents between them in home_order are elsewhere. */
@@ -13977,9 +13979,7 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
         }
         const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
         const bool is_shard = w->program->code.ranges.items[home].is_shard;
-        const bool alike = before != MSI_NONE && !w->program->out_of_memory &&
-                           w->program->code.ranges.items[before].is_shard == is_shard;
-        before = along && alike && msi_can_join(w, home, before) ? before : MSI_NONE;
+        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
         msi_set_now(w, w->now.value, t,
                     is_shard ? msi_gather_home(w, home, before)
                              : msi_fetch_home(w, home, before, 0, 0));
