@@ -4509,17 +4509,17 @@ typedef enum msi_cost {
    direction of the link, a share of which goes to updates that use state on the host; whether it is
    the network; the fields of ms_memory_report that count it. COMPUTE issues what runs on the others,
    and waits for it. The network is two engines, since what is fetched does not wait for what is sent. What one engine
-   makes for another that does not fetch either comes before it. */
+   makes for another that does not fetch either comes after it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, COMPUTE, copy, memory_gb_per_s, "copy", false, false, false, 0, 0)                  \
     X(TO_DEVICE, TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true, false,  \
       MSI_COUNTERS(to_device))                                                                     \
+    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
+      MSI_COUNTERS(to_host))                                                                       \
     X(GATHER, NETWORK, network_copy, network_gb_per_s, "collective that gathers", true, false,     \
       true, MSI_COUNTERS(gather))                                                                  \
     X(REDUCE, NETWORK, network_copy, network_gb_per_s, "collective", false, false, true,           \
-      MSI_COUNTERS(reduce))                                                                        \
-    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
-      MSI_COUNTERS(to_host))
+      MSI_COUNTERS(reduce))
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
 enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
@@ -4543,6 +4543,7 @@ static const struct {
 enum {
     MSI_FIRST_ISSUED = MSI_ENGINE_COMPUTE + 1, // the first engine that others wait for
     MSI_ISSUED_COUNT = (int)MSI_ENGINE_COUNT - (int)MSI_FIRST_ISSUED,
+    MSI_LINK_COUNT = (int)MSI_ENGINE_GATHER - (int)MSI_FIRST_ISSUED, // all except the network
     MSI_LEAST_EVENTS = 32, // of each engine that others wait for
     MSI_MOST_EVENTS = 1 << 14,
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
@@ -15998,7 +15999,7 @@ static void msi_place_transfers(msi_scheduling *s) {
     for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
         w.outgoing_bytes += s->held_from[w.slot];
         for (int fetches = 0; fetches < 2; fetches++) {
-            for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+            for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED;) {
                 if (msi_engines[engine].fetches == (fetches == 1)) {
                     (fetches ? msi_begin_ins : msi_begin_outs)(&w, &w.queues[engine]);
                 }
@@ -16090,7 +16091,7 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
 
 /* Places what the engines that fetch, or those that do not, have to do before a slot. */
 static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
-    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+    for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED;) {
         uint32_t *issued = &s->issued[engine];
         const uint32_t awaited = s->awaited[engine];
         if (msi_engines[engine].fetches != fetches) {
@@ -26488,7 +26489,7 @@ static ms_result msi_vote_to_go(ms_model *m) {
     ms_result result = msi_vote(m, MS_VOTE_GO, NULL);
     MSI_THEN(result, waits ? msi_copy_verdict(m) : MS_RESULT_OK);
     MSI_THEN(result, waits ? msi_act_on_verdict(m) : MS_RESULT_OK);
-    m->ranks.is_committed = result == MS_RESULT_OK;
+    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -26666,7 +26667,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
-    m->ranks.is_committed = result == MS_RESULT_OK;
+    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -32160,7 +32161,8 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store, uint64_t bytes) 
 static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) {
     const ms_backend *b = &m->config.backend;
     ms_prepare_args args = MSI_ZERO_INIT;
-    args.event_count = store->event_count + MSI_ISSUED_COUNT * store->copy_event_count;
+    const uint32_t engines = m->ranks.count > 1 ? MSI_ISSUED_COUNT : MSI_LINK_COUNT;
+    args.event_count = store->event_count + engines * store->copy_event_count;
     args.workspace = b->workspace_bytes ? memory : NULL;
     args.workspace_bytes = b->workspace_bytes;
     return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing") : MS_RESULT_OK;
