@@ -12224,6 +12224,7 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         const bool may =
             is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
                                    !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)) &&
+                                   !(t == MS_TECHNIQUE_SHARDING && m->ranks.count < 2) &&
                                    !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_narrow(m)));
         mask |= (uint32_t)may << t;
     }
@@ -25220,6 +25221,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(OFFLOAD, MSI_OFFLOADING, "offload", "without it the arena would exceed the budget",          \
       "the fastest plan found that meets the budget has it on the host, and copies it to the "     \
       "device for each use")                                                                       \
+    X(SHARD, MSI_SHARDING, "shard", "without it the arena would exceed the budget",                \
+      "the fastest plan found that meets the budget divides it among the ranks")                   \
     X(TO_8BIT, MSI_8BIT, "8-bit", "without it the arena would exceed the budget",                  \
       "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; it "   \
       "rounds")                                                                                    \
@@ -25240,6 +25243,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(SHARED_MEMORY, MSI_OFFLOADING, "shared-memory",                                              \
       "the device computes in the memory of the host",                                             \
       "what is copied out takes as much of the same memory")                                       \
+    X(ALONE, MSI_SHARDING, "alone", "one rank trains the model",                                   \
+      "there is no other to divide anything with: see ms_config.comm")                             \
     X(NOT_NATIVE, MSI_MIXED, "not-native",                                                         \
       "the device does not say that it computes in BF16 or FP16, and the switch is not ON",        \
       "arithmetic that is emulated is slower")                                                     \
@@ -25266,6 +25271,9 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(ALL_GRADIENTS, MSI_EARLY_UPDATE, "all-gradients",                                            \
       "accumulation, clipping, or an optimizer that leaves updates to the trainer",                \
       "no gradient may be used up before all of them are complete")                                \
+    X(AS_A_WHOLE, MSI_SHARDING, "as-a-whole",                                                      \
+      "the param is borrowed, its gradient is wanted, or its optimizer updates it as a whole",     \
+      "each rank needs all of it")                                                                 \
     X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
       "there is nothing to code")                                                                  \
     X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update",                                               \
@@ -25576,6 +25584,7 @@ static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique tech
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
            msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_narrow(m)) |
+           msi_fact(MSI_FACT(ALONE), m->ranks.count < 2) |
            msi_fact(MSI_FACT(PLAIN_FITS), plain_fits) | MSI_FACT(FITS);
 }
 
@@ -25586,7 +25595,8 @@ static MSI_COLD uint64_t msi_applied_facts(const msi_review *r, const ms_decisio
     return msi_fact(MSI_FACT(FORCED), forced) | msi_fact(MSI_FACT(SWITCHED_ON), is_on) |
            msi_fact(MSI_FACT(SMALLEST), frees && r->model->wrapped.goal == MSI_GOAL_SMALLEST) |
            msi_fact(MSI_FACT(CHECKPOINT), frees) | MSI_FACT(ON_THE_WAY) | MSI_FACT(EARLY_UPDATE) |
-           MSI_FACT(OFFLOAD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) | MSI_FACT(TILE);
+           MSI_FACT(OFFLOAD) | MSI_FACT(SHARD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) |
+           MSI_FACT(TILE);
 }
 
 /* The facts about the tensor of a layer to which a technique is not applied; MSI_NONE: none. */
