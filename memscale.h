@@ -4517,17 +4517,17 @@ typedef enum msi_cost {
    direction of the link, a share of which goes to updates that use state on the host; whether it is
    the network; the fields of ms_memory_report that count it. COMPUTE issues what runs on the others,
    and waits for it. The network is two engines, since what is fetched does not wait for what is sent. What one engine
-   makes for another that does not fetch either comes before it. */
+   makes for another that does not fetch either comes after it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, COMPUTE, copy, memory_gb_per_s, "copy", false, false, false, 0, 0)                  \
     X(TO_DEVICE, TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true, false,  \
       MSI_COUNTERS(to_device))                                                                     \
+    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
+      MSI_COUNTERS(to_host))                                                                       \
     X(GATHER, NETWORK, network_copy, network_gb_per_s, "collective that gathers", true, false,     \
       true, MSI_COUNTERS(gather))                                                                  \
     X(REDUCE, NETWORK, network_copy, network_gb_per_s, "collective", false, false, true,           \
-      MSI_COUNTERS(reduce))                                                                        \
-    X(TO_HOST, TO_HOST, copy_out, to_host_gb_per_s, "copy to the host", false, true, false,        \
-      MSI_COUNTERS(to_host))
+      MSI_COUNTERS(reduce))
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
 enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
@@ -4551,6 +4551,7 @@ static const struct {
 enum {
     MSI_FIRST_ISSUED = MSI_ENGINE_COMPUTE + 1, // the first engine that others wait for
     MSI_ISSUED_COUNT = (int)MSI_ENGINE_COUNT - (int)MSI_FIRST_ISSUED,
+    MSI_LINK_COUNT = (int)MSI_ENGINE_GATHER - (int)MSI_FIRST_ISSUED, // all except the network
     MSI_LEAST_EVENTS = 32, // of each engine that others wait for
     MSI_MOST_EVENTS = 1 << 14,
     MSI_PAIRS = 1 << 7 | 1 << 1 // the operands are pairs, of which the second is read
@@ -12298,6 +12299,7 @@ static uint32_t msi_allowed(const ms_model *m, ms_mode mode) {
         const bool may =
             is == MS_SWITCH_ON || (is == MS_SWITCH_DEFAULT && msi_mode_has(mode, (ms_technique)t) &&
                                    !(t == MS_TECHNIQUE_OFFLOADING && msi_shares_memory(m)) &&
+                                   !(t == MS_TECHNIQUE_SHARDING && m->ranks.count < 2) &&
                                    !(t == MS_TECHNIQUE_MIXED_PRECISION && !msi_has_narrow(m)));
         mask |= (uint32_t)may << t;
     }
@@ -13934,12 +13936,14 @@ static void msi_unset_slots(msi_lowering *w, const msi_layer *l) {
 // >>homes  params and values that are fetched from the host for a call, and sent back after it
 
 /* Whether residents with these two homes can move in one copy: both homes are in the model's own
-   memory, where no callback uses them. */
+   memory, where no callback uses them, and both are shards or whole. */
 static bool msi_can_join(const msi_lowering *w, uint32_t a, uint32_t b) {
     const msi_resident *residents = w->store->residents.items;
     const uint32_t count = w->store->residents.count;
+    const msi_range *ranges = w->program->code.ranges.items;
     return a < count && b < count && !residents[a].borrowed && !residents[b].borrowed &&
-           !residents[a].is_shown && !residents[b].is_shown;
+           !residents[a].is_shown && !residents[b].is_shown &&
+           ranges[a].is_shard == ranges[b].is_shard;
 }
 
 /* Whether a home lies right after another: all residents between them in home_order are elsewhere. */
@@ -14052,9 +14056,7 @@ static void msi_fetch_params(msi_lowering *w, const msi_layer *l, uint32_t reads
         }
         const bool along = msi_goes_along(&batch, w->graph->tensors.items[t].bytes);
         const bool is_shard = w->program->code.ranges.items[home].is_shard;
-        const bool alike = before != MSI_NONE && !w->program->out_of_memory &&
-                           w->program->code.ranges.items[before].is_shard == is_shard;
-        before = along && alike && msi_can_join(w, home, before) ? before : MSI_NONE;
+        before = along && msi_can_join(w, home, before) ? before : MSI_NONE;
         msi_set_now(w, w->now.value, t,
                     is_shard ? msi_gather_home(w, home, before)
                              : msi_fetch_home(w, home, before, 0, 0));
@@ -16073,7 +16075,7 @@ static void msi_place_transfers(msi_scheduling *s) {
     for (w.slot = 0; w.slot <= s->slot_count; w.slot++) {
         w.outgoing_bytes += s->held_from[w.slot];
         for (int fetches = 0; fetches < 2; fetches++) {
-            for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+            for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED;) {
                 if (msi_engines[engine].fetches == (fetches == 1)) {
                     (fetches ? msi_begin_ins : msi_begin_outs)(&w, &w.queues[engine]);
                 }
@@ -16165,7 +16167,7 @@ static void msi_place_waits(msi_scheduling *s, uint32_t slot, int engine) {
 
 /* Places what the engines that fetch, or those that do not, have to do before a slot. */
 static void msi_place_copies(msi_scheduling *s, uint32_t slot, bool fetches) {
-    for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+    for (int engine = MSI_ENGINE_COUNT; --engine >= MSI_FIRST_ISSUED;) {
         uint32_t *issued = &s->issued[engine];
         const uint32_t awaited = s->awaited[engine];
         if (msi_engines[engine].fetches != fetches) {
@@ -25294,6 +25296,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(OFFLOAD, MSI_OFFLOADING, "offload", "without it the arena would exceed the budget",          \
       "the fastest plan found that meets the budget has it on the host, and copies it to the "     \
       "device for each use")                                                                       \
+    X(SHARD, MSI_SHARDING, "shard", "without it the arena would exceed the budget",                \
+      "the fastest plan found that meets the budget divides it among the ranks")                   \
     X(TO_8BIT, MSI_8BIT, "8-bit", "without it the arena would exceed the budget",                  \
       "optimizer state in codes of 8 bits takes a quarter of the memory and of the traffic; it "   \
       "rounds")                                                                                    \
@@ -25314,6 +25318,8 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(SHARED_MEMORY, MSI_OFFLOADING, "shared-memory",                                              \
       "the device computes in the memory of the host",                                             \
       "what is copied out takes as much of the same memory")                                       \
+    X(ALONE, MSI_SHARDING, "alone", "one rank trains the model",                                   \
+      "there is no other to divide anything with: see ms_config.comm")                             \
     X(NOT_NATIVE, MSI_MIXED, "not-native",                                                         \
       "the device does not say that it computes in BF16 or FP16, and the switch is not ON",        \
       "arithmetic that is emulated is slower")                                                     \
@@ -25340,6 +25346,9 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
     X(ALL_GRADIENTS, MSI_EARLY_UPDATE, "all-gradients",                                            \
       "accumulation, clipping, or an optimizer that leaves updates to the trainer",                \
       "no gradient may be used up before all of them are complete")                                \
+    X(AS_A_WHOLE, MSI_SHARDING, "as-a-whole",                                                      \
+      "the param is borrowed, its gradient is wanted, or its optimizer updates it as a whole",     \
+      "each rank needs all of it")                                                                 \
     X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
       "there is nothing to code")                                                                  \
     X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update",                                               \
@@ -25650,6 +25659,7 @@ static MSI_COLD uint64_t msi_common_facts(const msi_review *r, ms_technique tech
            msi_fact(MSI_FACT(BEYOND_MODE), beyond) |
            msi_fact(MSI_FACT(SHARED_MEMORY), is != MS_SWITCH_ON && msi_shares_memory(m)) |
            msi_fact(MSI_FACT(NOT_NATIVE), is != MS_SWITCH_ON && !msi_has_narrow(m)) |
+           msi_fact(MSI_FACT(ALONE), m->ranks.count < 2) |
            msi_fact(MSI_FACT(PLAIN_FITS), plain_fits) | MSI_FACT(FITS);
 }
 
@@ -25660,7 +25670,8 @@ static MSI_COLD uint64_t msi_applied_facts(const msi_review *r, const ms_decisio
     return msi_fact(MSI_FACT(FORCED), forced) | msi_fact(MSI_FACT(SWITCHED_ON), is_on) |
            msi_fact(MSI_FACT(SMALLEST), frees && r->model->wrapped.goal == MSI_GOAL_SMALLEST) |
            msi_fact(MSI_FACT(CHECKPOINT), frees) | MSI_FACT(ON_THE_WAY) | MSI_FACT(EARLY_UPDATE) |
-           MSI_FACT(OFFLOAD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) | MSI_FACT(TILE);
+           MSI_FACT(OFFLOAD) | MSI_FACT(SHARD) | MSI_FACT(TO_8BIT) | MSI_FACT(TO_16BIT) |
+           MSI_FACT(TILE);
 }
 
 /* The facts about the tensor of a layer to which a technique is not applied; MSI_NONE: none. */
@@ -26563,7 +26574,7 @@ static ms_result msi_vote_to_go(ms_model *m) {
     ms_result result = msi_vote(m, MS_VOTE_GO, NULL);
     MSI_THEN(result, waits ? msi_copy_verdict(m) : MS_RESULT_OK);
     MSI_THEN(result, waits ? msi_act_on_verdict(m) : MS_RESULT_OK);
-    m->ranks.is_committed = result == MS_RESULT_OK;
+    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -26741,7 +26752,7 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
-    m->ranks.is_committed = result == MS_RESULT_OK;
+    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -32235,7 +32246,8 @@ static ms_result msi_alloc_store(ms_model *m, msi_store *store, uint64_t bytes) 
 static ms_result msi_prepare(ms_model *m, const msi_store *store, void *memory) {
     const ms_backend *b = &m->config.backend;
     ms_prepare_args args = MSI_ZERO_INIT;
-    args.event_count = store->event_count + MSI_ISSUED_COUNT * store->copy_event_count;
+    const uint32_t engines = m->ranks.count > 1 ? MSI_ISSUED_COUNT : MSI_LINK_COUNT;
+    args.event_count = store->event_count + engines * store->copy_event_count;
     args.workspace = b->workspace_bytes ? memory : NULL;
     args.workspace_bytes = b->workspace_bytes;
     return b->prepare ? msi_device(m, b->prepare(m->device, &args), "preparing") : MS_RESULT_OK;

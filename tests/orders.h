@@ -156,7 +156,7 @@ static inline void o_run(o_order *o, const msi_program *p, uint32_t begin, uint3
         o_operation *op = o_new(o);
         op->program = p;
         op->instruction = i;
-        op->stream = msi_ops[i->op].engine;
+        op->stream = msi_engines[msi_ops[i->op].engine].stream;
         op->access_first = o->access_count;
         op->on_host = i->op == MSI_OP_WAIT && o_waits_on_host(o, p, i);
         for (uint32_t k = 0; k < i->operand_count && i->op != MSI_OP_WAIT; ++k) {

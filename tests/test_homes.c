@@ -44,7 +44,7 @@ typedef struct homes_tally {
 /* How long the link is busy in a step, both ways. */
 static double homes_moved(const msi_program *p) {
     double us = 0.0;
-    for (int k = 0; k < MS_STREAM_COUNT; ++k) {
+    for (int k = 0; k < MSI_ENGINE_COUNT; ++k) {
         us += p->predicted.step.link_us[k];
     }
     return us;

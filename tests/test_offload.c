@@ -164,7 +164,7 @@ static void find_needed(const msi_program *p, uint32_t *needed) {
                 const msi_instruction *i = &p->code.instructions.items[use];
                 const bool other =
                     msi_is_issued((msi_op)i->op) ||
-                    (i->op == MSI_OP_WAIT && msi_awaited_engine(p, i) == MS_STREAM_TO_HOST);
+                    (i->op == MSI_OP_WAIT && msi_awaited_engine(p, i) == MSI_ENGINE_TO_HOST);
                 if (!other && uses_target(p, i, copy)) {
                     break;
                 }
@@ -181,7 +181,7 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
     const uint32_t depth = m->config.prefetch_depth;
     const bool waits = m->config.async_offload == MS_SWITCH_OFF;
     uint32_t *needed = (uint32_t *)calloc(p->code.instructions.count + 1u, sizeof *needed);
-    uint32_t issued[MS_STREAM_COUNT] = {0}, awaited[MS_STREAM_COUNT] = {0};
+    uint32_t issued[MSI_ENGINE_COUNT] = {0}, awaited[MSI_ENGINE_COUNT] = {0};
     uint32_t *of_event =
         (uint32_t *)calloc(MSI_ISSUED_COUNT * (size_t)p->code.event_count, sizeof *of_event);
     uint32_t at_most = 0;
@@ -194,7 +194,7 @@ static uint32_t check_under_way(const ms_model *m, const msi_program *p) {
             assert_memory_equal(issued, awaited, sizeof issued);
         }
         if (i != NULL && msi_is_issued((msi_op)i->op)) {
-            const ms_stream_kind engine = msi_ops[i->op].engine;
+            const msi_engine engine = msi_ops[i->op].engine;
             issued[engine] += 1;
             if (i->event != MSI_NO_EVENT) {
                 of_event[i->event] = issued[engine];
@@ -263,7 +263,7 @@ static void copies_begin_in_time_for_those_behind(void **state) {
             needed += t_below(&rng, 2);
             copies[k].needed = needed;
             copies[k].us = 1.0 + t_below(&rng, 5);
-            copies[k].engine = t_chance(&rng, 0.8) ? MS_STREAM_TO_DEVICE : MS_STREAM_TO_HOST;
+            copies[k].engine = t_chance(&rng, 0.8) ? MSI_ENGINE_TO_DEVICE : MSI_ENGINE_TO_HOST;
             copies[k].is_left_out = t_chance(&rng, 0.2);
             copies[k].start_us = NAN;
         }

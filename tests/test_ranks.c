@@ -28,7 +28,8 @@ static bool see(seen *s, rd_net *n, const char *what, uint32_t value, ms_tensor 
     memset(s->data + s->used, 0, (size_t)bytes);
     const ms_result result = ms_read(n->model, tensor, s->data + s->used);
     if (result != MS_RESULT_OK && result != MS_RESULT_ORDER) {
-        return rd_fail(&n->run, "reading %s %u: %s", what, (unsigned)value, ms_last_error(n->model));
+        return rd_fail(&n->run, "reading %s %u: %s", what, (unsigned)value,
+                       ms_last_error(n->model));
     }
     s->what[s->count] = what;
     s->value[s->count] = value;
@@ -232,7 +233,8 @@ static rd_graph *graph_for_ranks(uint64_t seed) {
 
 static void test_random_graphs(void **state) {
     (void)state;
-    const uint32_t count = (uint32_t)t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
+    const uint32_t count =
+        (uint32_t)t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     uint64_t calls[TC_KIND_COUNT] = {0};
     for (uint32_t k = 0; k < count; ++k) {
         const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;

@@ -755,10 +755,13 @@ static void modes_allow_what_they_say(void **state) {
         ms_mode mode;
         const char *of[MS_TECHNIQUE_COUNT]; // the rule on a CPU where the plain plan fits
     } expected[] = {
-        {MS_MODE_CONSERVATIVE, {"smart-skip", "smart-skip", "mode", "mode", "mode", "mode"}},
-        {MS_MODE_BALANCED, {"smart-skip", "smart-skip", "shared-memory", "mode", "mode", "mode"}},
+        {MS_MODE_CONSERVATIVE,
+         {"smart-skip", "smart-skip", "mode", "mode", "mode", "mode", "mode"}},
+        {MS_MODE_BALANCED,
+         {"smart-skip", "smart-skip", "shared-memory", "mode", "mode", "mode", "alone"}},
         {MS_MODE_AGGRESSIVE,
-         {"smart-skip", "smart-skip", "shared-memory", "smart-skip", "not-native", "smart-skip"}}};
+         {"smart-skip", "smart-skip", "shared-memory", "smart-skip", "not-native", "smart-skip",
+          "alone"}}};
     for (size_t i = 0; i < sizeof expected / sizeof *expected; ++i) {
         zoo z;
         ms_config config = zoo_config();
@@ -869,10 +872,10 @@ static void layers_of_f32_stay_so(void **state) {
 
 static void techniques_have_their_tensors(void **state) {
     (void)state;
-    static const bool takes[MS_TECHNIQUE_COUNT][3] = {// input, param, activation
-                                                      {false, false, true}, {false, true, false},
-                                                      {true, true, true},   {false, false, true},
-                                                      {false, true, true},  {false, true, false}};
+    static const bool takes[MS_TECHNIQUE_COUNT][3] = {
+        // input, param, activation
+        {false, false, true}, {false, true, false}, {true, true, true},  {false, false, true},
+        {false, true, true},  {false, true, false}, {false, true, false}};
     for (int k = 0; k < MS_TECHNIQUE_COUNT; ++k) {
         for (int kind = 0; kind < 3; ++kind) {
             zoo z;
@@ -1226,7 +1229,7 @@ static void check_decisions(const ms_model *m) {
     const double copies_us = report.to_device_us + report.to_host_us;
     const double waits_us = (1.0 - report.hidden_share) * copies_us - wait_us;
     const double close_us =
-        1e-4 * copies_us + msi_copy_us(&m->costs, MS_STREAM_TO_HOST, MSI_STATES_BYTES); // verdict
+        1e-4 * copies_us + msi_copy_us(&m->costs, MSI_ENGINE_TO_HOST, MSI_STATES_BYTES); // verdict
     assert_true(waits_us >= -close_us); // the rest: for state on the host
     assert_true(has_state_on_host(m) || waits_us <= close_us);
     const msi_prediction *p =
