@@ -30,14 +30,14 @@ static struct {
     uint32_t rank, count;
     ms_comm comm;   // between hosts
     ms_comm on_gpu; // between devices, once ranks_comm was asked for it
-} ranks = {0, 1, {0}, {0}};
+} ranks_job = {0, 1, {0}, {0}};
 
 /* Errors of the others name their rank. */
 static void ranks_name(void) {
     const size_t used = strlen(options_program);
-    if (ranks.rank > 0) {
+    if (ranks_job.rank > 0) {
         snprintf(options_program + used, sizeof options_program - used, " (rank %u)",
-                 (unsigned)ranks.rank);
+                 (unsigned)ranks_job.rank);
     }
 }
 
@@ -60,8 +60,8 @@ static void ranks_finalize(void) {
     int is_over = 0;
     MPI_Finalized(&is_over);
     if (!is_over) {
-        ms_comm_close(&ranks.on_gpu);
-        ms_comm_close(&ranks.comm);
+        ms_comm_close(&ranks_job.on_gpu);
+        ms_comm_close(&ranks_job.comm);
         MPI_Finalize();
     }
 }
@@ -104,19 +104,32 @@ static int ranks_begin(int *argc, char ***argv) {
     if (granted < MPI_THREAD_MULTIPLE) {
         return fail("this MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE)");
     }
-    if (ms_comm_mpi(NULL, &ranks.comm) != MS_RESULT_OK) {
-        return fail("ms_comm_mpi: %s", ranks.comm.name);
+    if (ms_comm_mpi(NULL, &ranks_job.comm) != MS_RESULT_OK) {
+        return fail("ms_comm_mpi: %s", ranks_job.comm.name);
     }
-    ranks.rank = ranks.comm.rank;
-    ranks.count = ranks.comm.count;
+    ranks_job.rank = ranks_job.comm.rank;
+    ranks_job.count = ranks_job.comm.count;
     ranks_choose_gpu();
-    return ranks.rank == 0 || freopen("/dev/null", "w", stdout) ? 0 : fail("no /dev/null");
+    return ranks_job.rank == 0 || freopen("/dev/null", "w", stdout) ? 0 : fail("no /dev/null");
 }
 
-/* What the program returns. After an error on this rank all others end too, which would wait for it. */
+/* Whether all ranks come here within a second: with the same mistake in their options, say. */
+static bool ranks_end_together(void) {
+    const double begin = MPI_Wtime();
+    MPI_Request request;
+    int have_come = 0;
+    MPI_Ibarrier(MPI_COMM_WORLD, &request);
+    while (!have_come && MPI_Wtime() - begin < 1.0) {
+        MPI_Test(&request, &have_come, MPI_STATUS_IGNORE);
+    }
+    return have_come != 0;
+}
+
+/* What the program returns. After an error on this rank alone the others, which would wait for it, are
+   ended too. */
 static int ranks_end(int status) {
-    if (status != 0 && ranks.count > 1) {
-        fflush(NULL);
+    fflush(NULL);
+    if (status != 0 && ranks_job.count > 1 && !ranks_end_together()) {
         MPI_Abort(MPI_COMM_WORLD, status);
     }
     return status;
@@ -125,23 +138,23 @@ static int ranks_end(int status) {
 /* The comm of a model: between the hosts, or where NCCL is compiled in between GPUs. */
 static int ranks_comm(bool on_gpu, ms_comm *comm) {
 #ifdef MEMSCALE_NCCL
-    if (on_gpu && ranks.count > 1 && ranks.on_gpu.size == 0) {
+    if (on_gpu && ranks_job.count > 1 && ranks_job.on_gpu.size == 0) {
         ms_nccl_id id;
-        if (ms_nccl_share_id(&ranks.comm, &id) != MS_RESULT_OK) {
+        if (ms_nccl_share_id(&ranks_job.comm, &id) != MS_RESULT_OK) {
             return fail("NCCL gives no id");
         }
-        if (ms_comm_nccl(&id, ranks.rank, ranks.count, &ranks.on_gpu) != MS_RESULT_OK) {
-            return fail("ms_comm_nccl: %s", ranks.on_gpu.name);
+        if (ms_comm_nccl(&id, ranks_job.rank, ranks_job.count, &ranks_job.on_gpu) != MS_RESULT_OK) {
+            return fail("ms_comm_nccl: %s", ranks_job.on_gpu.name);
         }
     }
 #endif
-    *comm = on_gpu && ranks.on_gpu.size > 0 ? ranks.on_gpu : ranks.comm;
+    *comm = on_gpu && ranks_job.on_gpu.size > 0 ? ranks_job.on_gpu : ranks_job.comm;
     return 0;
 }
 
 /* The number that the first rank has. */
 static double ranks_share(double value) {
-    if (ranks.count > 1) {
+    if (ranks_job.count > 1) {
         MPI_Bcast(&value, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
     }
     return value;
@@ -150,7 +163,7 @@ static double ranks_share(double value) {
 /* The numbers of all ranks, in the first one. */
 static void ranks_collect(double value, double *all) {
     *all = value;
-    if (ranks.count > 1) {
+    if (ranks_job.count > 1) {
         MPI_Gather(&value, 1, MPI_DOUBLE, all, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
     }
 }
@@ -168,7 +181,7 @@ static int ranks_end(int status) {
 
 static int ranks_comm(bool on_gpu, ms_comm *comm) {
     (void)on_gpu;
-    *comm = ranks.comm;
+    *comm = ranks_job.comm;
     return 0;
 }
 
@@ -184,21 +197,22 @@ static void ranks_collect(double value, double *all) {
 
 /* Prints a time of each rank, or of many ranks the least and the most. */
 static int ranks_print_times(const char *what, double seconds) {
-    double *all = (double *)malloc(ranks.count * sizeof *all);
+    double *all = (double *)malloc(ranks_job.count * sizeof *all);
     if (!all) {
-        return fail("no memory for the times of %u ranks", (unsigned)ranks.count);
+        return fail("no memory for the times of %u ranks", (unsigned)ranks_job.count);
     }
     ranks_collect(seconds, all);
     double least = all[0], most = all[0];
-    for (uint32_t r = 0; r < ranks.count && ranks.rank == 0; r++) {
+    for (uint32_t r = 0; r < ranks_job.count && ranks_job.rank == 0; r++) {
         least = all[r] < least ? all[r] : least;
         most = all[r] > most ? all[r] : most;
     }
-    printf("ranks     %u, %s:", (unsigned)ranks.count, what);
-    for (uint32_t r = 0; r < ranks.count && ranks.count <= RANKS_SHOWN && ranks.rank == 0; r++) {
+    printf("ranks     %u, %s:", (unsigned)ranks_job.count, what);
+    for (uint32_t r = 0;
+         r < ranks_job.count && ranks_job.count <= RANKS_SHOWN && ranks_job.rank == 0; r++) {
         printf(" %.2f", all[r]);
     }
-    if (ranks.count > RANKS_SHOWN) {
+    if (ranks_job.count > RANKS_SHOWN) {
         printf(" %.2f to %.2f", least, most);
     }
     printf(" s\n");

@@ -652,7 +652,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
            (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
            (long long)t->shape.batch, (long long)t->shape.sequence);
-    printf(ranks.count > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks.count);
+    printf(ranks_job.count > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks_job.count);
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {
@@ -756,10 +756,11 @@ static int print_device_memory(trainer *t) {
 
 /* Writes the next batch of this rank: of one for each, which all ranks draw alike, its own. */
 static int write_batch(trainer *t) {
-    for (uint32_t r = 0; r < ranks.count; r++) {
+    for (uint32_t r = 0; r < ranks_job.count; r++) {
         t->kind->draw_batch(t);
-        if (r == ranks.rank && (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
-                                ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK)) {
+        if (r == ranks_job.rank &&
+            (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
+             ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK)) {
             return fail("%s", ms_last_error(t->model));
         }
     }
@@ -802,7 +803,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
            (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
-                    t->shape.sequence * (int64_t)ranks.count) /
+                    t->shape.sequence * (int64_t)ranks_job.count) /
                seconds,
            mebibytes(arena_bytes));
     if (p->done < 1.0) {
@@ -859,7 +860,7 @@ static void print_loss_scale(const trainer *t) {
 /* Batches of each rank, of which all together have that many. Debug mode takes long, and sees in one
    batch what it would in others. */
 static int held_out_batches(const trainer *t) {
-    const int count = (int)ranks.count;
+    const int count = (int)ranks_job.count;
     const int all = t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
     return t->options.debug ? 1 : (all + count - 1) / count;
 }
@@ -896,7 +897,8 @@ static int evaluate(trainer *t, bool is_trained) {
         return 1;
     }
     printf("held out  loss %.4f on %d batches of text that training %s\n", loss,
-           held_out_batches(t) * (int)ranks.count, is_trained ? "has not seen" : "will not see");
+           held_out_batches(t) * (int)ranks_job.count,
+           is_trained ? "has not seen" : "will not see");
     fflush(stdout);
     return 0;
 }
@@ -910,7 +912,7 @@ static int train(trainer *t) {
     p.started = seconds_now();
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
-    p.terminal = ranks.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
+    p.terminal = ranks_job.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
     advance(&p, o);
     p.begun = p.done;
     p.printed = (int)(p.done * 10.0);
@@ -935,8 +937,9 @@ static int train(trainer *t) {
             return 1;
         }
     }
-    if (ranks.count > 1 && ranks_print_times("processor time in each",
-                                             (double)(clock() - worked) / CLOCKS_PER_SEC) != 0) {
+    if (ranks_job.count > 1 &&
+        ranks_print_times("processor time in each", (double)(clock() - worked) / CLOCKS_PER_SEC) !=
+            0) {
         return 1;
     }
     if (o->saving.is_stopped) {
