@@ -8947,7 +8947,7 @@ MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
     X("100GbE", 12.5, 0.96, 100.0, false)                                                          \
     X("infiniband-hdr", 25.0, 0.96, 40.0, false)                                                   \
     X("infiniband-ndr", 50.0, 0.96, 40.0, false)                                                   \
-    X("memory", 2.0, 1.0, 100.0, false)
+    X("memory", 4.0, 1.0, 20.0, false)
 
 #define MSI_X(name, gb, share, us, is_link) {name, gb, share, us, is_link},
 static const struct {
