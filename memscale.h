@@ -4979,13 +4979,14 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
 typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
 
-/* How a plan was found: by which search, in which of msi_move_lists, among plans with which roundings,
-   and whether with groups of layers in tiles by choice, and with updates inside backward. */
+/* How a plan was found: by which search, in which of msi_move_lists, among plans with which roundings
+   and shards, and whether with groups of layers in tiles by choice, and with updates inside backward. */
 typedef struct msi_found {
     msi_finder by;
     int list;
     uint32_t rounding;
     bool tiles, early;
+    msi_sharding sharding; // of all params for which that is worth a collective
 } msi_found;
 
 enum { MSI_RANKS = 3, MSI_MAX_PLANS = 64 };
@@ -18309,7 +18310,7 @@ static msi_found msi_search_of(msi_found found) {
 /* Whether two searches are the same, where groups in tiles make a difference or do not. */
 static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
     return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           (a->tiles == b->tiles || !has_tiles);
+           a->sharding == b->sharding && (a->tiles == b->tiles || !has_tiles);
 }
 
 /* Notes which search has found a plan, unless that has found a better one, or another list the same
@@ -18616,12 +18617,23 @@ static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
                                                          : (msi_sharding)most;
 }
 
-/* What is forced of that. */
-static msi_sharding msi_least_sharding(const msi_scorer *s, uint32_t t,
-                                       const msi_tensor_decision *d) {
+/* What is divided of a param where `wanted` is of all: at least what is forced, and no more than may
+   be. A param that crosses the network in less time than a collective takes at least stays whole, unless
+   the smallest plan is searched. */
+static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
+                                      const msi_tensor_decision *d) {
+    const msi_scorer *s = search->scorer;
+    const msi_tensor *tensor = &s->graph->tensors.items[t];
+    const ms_hardware *h = &s->costs->hardware;
     const msi_sharding most = msi_most_sharding(s, t, d);
-    const msi_sharding least = (msi_sharding)s->graph->tensors.items[t].least_sharding;
-    return least < most ? least : most;
+    const msi_sharding least = (msi_sharding)tensor->least_sharding;
+    const bool may = tensor->technique[MS_TECHNIQUE_SHARDING] != MS_SWITCH_OFF;
+    const bool tiny = (double)tensor->bytes < h->network_us * h->network_gb_per_s * 1e3;
+    const bool gains = search->budget == 0 || !tiny;
+    msi_sharding wanted = may && gains ? search->how.sharding : MSI_SHARDS_NOTHING;
+    wanted = !msi_learns(tensor) && wanted < MSI_SHARDS_VALUE ? MSI_SHARDS_NOTHING : wanted;
+    wanted = wanted > least ? wanted : least;
+    return wanted < most ? wanted : most;
 }
 
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
@@ -18642,7 +18654,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
         decisions[t].sharding = (uint8_t)(s->homes ? (msi_sharding)s->homes[t].sharding
-                                                   : msi_least_sharding(s, t, &decisions[t]));
+                                                   : msi_base_sharding(search, t, &decisions[t]));
         const uint32_t rounds =
             tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
         decisions[t].format =
@@ -18991,9 +19003,11 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
                                   uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &s->graph->tensors.items[t];
     const uint64_t master = decisions[t].format != tensor->format ? msi_align(tensor->bytes) : 0;
-    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizers, tensor,
-                                                                 decisions[t].state_8bit)
-                                  : msi_align(msi_decided_bytes(s->graph, decisions, t));
+    const uint64_t all =
+        move & MSI_MOVES_STATE
+            ? master + msi_all_state_bytes(s->lowering->optimizers, tensor, decisions[t].state_8bit)
+            : msi_align(msi_decided_bytes(s->graph, decisions, t));
+    return decisions[t].sharding == MSI_SHARDS_NOTHING ? all : all / s->store->rank_count;
 }
 
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t action) {
@@ -22451,7 +22465,8 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
             search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
-        if (found && !fits && (found == s->request->guide->ranks || !msi_is_at_floor(search))) {
+        const bool is_first = s->request->guide && found == s->request->guide->ranks;
+        if (found && !fits && (is_first || !msi_is_at_floor(search))) {
             msi_search_like(s, &w, found);
         } else if (!found && (!fits || s->forced)) {
             msi_search_all(s, &w);
@@ -22569,12 +22584,131 @@ static void msi_relax_updates(msi_solver *s) {
     msi_score_again(s, arena_bytes);
 }
 
-static void msi_search_allowed(const msi_solver *s, msi_search *search) {
-    if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
+/* The plans in which all params have the same shards: what the first of them takes. */
+typedef struct msi_level {
+    msi_sharding sharding;
+    double us, bound_us; // as in msi_rounding
+    uint64_t least_bytes;
+} msi_level;
+
+enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
+
+static bool msi_level_comes_before(const msi_search *s, const msi_level *a, const msi_level *b) {
+    const bool large = a->least_bytes > s->budget;
+    return large != (b->least_bytes > s->budget) ? !large
+           : large                               ? a->least_bytes < b->least_bytes
+           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
+                                                                    : a->us < b->us;
+}
+
+/* What may be divided, the level whose plans may be fastest first. Returns how many levels. */
+static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_level *list) {
+    const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
+    const bool shards = (s->request->techniques & MSI_SHARDING) && s->scorer->store->rank_count > 1;
+    const bool repeats = s->scorer->store->micro_count > 1;
+    msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    uint32_t count = 0;
+    for (int level = 0; level < MSI_LEVELS && decisions; level++) {
+        msi_level one = MSI_ZERO_INIT;
+        if (level > 0 && (!shards || (level == (int)MSI_SHARDS_GRADIENT && !repeats))) {
+            continue;
+        }
+        one.sharding = search->how.sharding = (msi_sharding)level;
+        msi_begin_rounding(search, 0, 0, decisions);
+        one.us = msi_estimate(s->scorer, decisions).us;
+        one.bound_us = msi_bound_us(search, one.us);
+        msi_decide_squeezed(search, decisions);
+        one.least_bytes = msi_estimate(s->scorer, decisions).live_bytes;
+        uint32_t at = count++;
+        for (; at > 0 && msi_level_comes_before(search, &one, &list[at - 1]); at--) {
+            list[at] = list[at - 1];
+        }
+        list[at] = one;
+    }
+    msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
+    return count;
+}
+
+/* Searches the plans with the shards at hand, as a plan was found or, if NULL, by all searches. */
+static void msi_search_level(const msi_solver *s, msi_search *search, const msi_found *found) {
+    if (found) {
+        msi_search_list(s, search, found->rounding, 0, found);
+    } else if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
     } else {
         msi_search_list(s, search, 0, 0, NULL);
     }
+}
+
+/* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
+   msi_share_less takes back what turns out not to be needed. The level that may be fastest is searched
+   first and in full, the others as the best plan so far was found, unless nothing fits yet. */
+static void msi_search_allowed(const msi_solver *s, msi_search *search) {
+    msi_level list[MSI_LEVELS];
+    const uint32_t count = msi_list_levels(s, search, list);
+    const double least_us = search->least_us;
+    for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
+        const msi_found best = search->best_how;
+        const bool hopeless =
+            search->fits && (list[k].bound_us >= search->best_score.us ||
+                             list[k].least_bytes - list[k].least_bytes / 8 > search->budget);
+        const bool larger =
+            k > 0 && search->budget == 0 && list[k].least_bytes >= search->best_score.bytes;
+        if (!hopeless && !larger) {
+            search->least_us = least_us;
+            search->how.sharding = list[k].sharding;
+            msi_search_level(s, search, k > 0 && search->fits && !best.tiles ? &best : NULL);
+        }
+    }
+    search->least_us = least_us;
+    search->how.sharding = MSI_SHARDS_NOTHING;
+}
+
+/* Decides on less to divide of the first `count` params that the best plan divides so. */
+static void msi_decide_less(const msi_search *search, msi_tensor_decision *decisions,
+                            msi_sharding from, msi_sharding to, uint32_t count) {
+    const msi_graph *g = search->scorer->graph;
+    memcpy(decisions, search->best, (size_t)msi_decisions_bytes(g));
+    for (uint32_t t = 0; t < g->tensors.count && count > 0; t++) {
+        const bool forced = (msi_sharding)g->tensors.items[t].least_sharding > to;
+        if (decisions[t].sharding == (uint8_t)from && !forced && msi_learns(&g->tensors.items[t])) {
+            decisions[t].sharding = (uint8_t)to;
+            count--;
+        }
+    }
+}
+
+/* Uses what the best plan leaves of the budget: divides less of as many params as fit. */
+static void msi_share_less(msi_search *search) {
+    const msi_scorer *s = search->scorer;
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *decisions = NULL;
+    if (s->store->rank_count < 2 || !search->fits || search->budget == 0 || search->any ||
+        s->homes || (decisions = (msi_tensor_decision *)msi_scratch(s, bytes)) == NULL) {
+        return;
+    }
+    for (int from = MSI_SHARDS_VALUE; from > MSI_SHARDS_NOTHING; from--) {
+        uint32_t low = 0, high = 1;
+        for (uint32_t t = 0; t < s->graph->tensors.count; t++) {
+            high += search->best[t].sharding == (uint8_t)from;
+        }
+        while (high - low > 1 && !msi_is_short(s)) { // so many fit, so many do not
+            const uint32_t some = low + (high - low) / 2;
+            msi_decide_less(search, decisions, (msi_sharding)from, (msi_sharding)(from - 1), some);
+            const bool fits = msi_estimate(s, decisions).live_bytes <= search->budget;
+            low = fits ? some : low;
+            high = fits ? high : some;
+        }
+        msi_decide_less(search, decisions, (msi_sharding)from, (msi_sharding)(from - 1), low);
+        msi_score score = msi_estimate(s, decisions);
+        if (low > 0 && score.us < search->best_score.us &&
+            msi_fits(s, &score, search->budget, search->budget) &&
+            score.host_bytes <= search->host_budget) {
+            search->best_score = score;
+            memcpy(search->best, decisions, (size_t)bytes);
+        }
+    }
+    msi_release(s->allocator, decisions, bytes);
 }
 
 /* Proposes the squeezed plans of at most so many bytes: with what is moved and without, with all
@@ -22584,8 +22718,11 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
     const uint32_t roundings = msi_allowed_roundings(s->request->techniques);
     const bool may_move = search->may_move;
+    const msi_sharding sharding = search->how.sharding;
     msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
     uint64_t first = 0;
+    search->how.sharding =
+        s->request->techniques & MSI_SHARDING ? MSI_SHARDS_VALUE : MSI_SHARDS_NOTHING;
     for (uint32_t k = 0; k < 4 && decisions; k++) {
         const bool moves = k % 2 == 0, rounds = k < 2;
         search->may_move = moves;
@@ -22604,6 +22741,7 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     }
     search->may_move = may_move;
     search->how.rounding = 0;
+    search->how.sharding = sharding;
     search->rank_count = 0; // no search found them
     s->plan->least_live_bytes = first;
     msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
@@ -22692,6 +22830,7 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         }
         const msi_found *found = &guide->ranks[k];
         if (first == k) {
+            search->how.sharding = found->sharding;
             msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0, found);
         }
     }
@@ -22719,6 +22858,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
             msi_search_best(s, search);
         }
         msi_give_back_best(search);
+        msi_share_less(search);
         s->early = search->best_how.early;
         s->score = search->best_score;
         const bool known =
@@ -24350,7 +24490,7 @@ static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole
 
 /* Adds a search to those that a guide names, with the roundings and tiles of a plan of the fold. */
 static void msi_add_rank(msi_guide *guide, const msi_found *like, msi_finder by, int list) {
-    const msi_found one = {by, list, like->rounding, like->tiles, false};
+    const msi_found one = {by, list, like->rounding, like->tiles, false, like->sharding};
     MEMSCALE_ASSERT(guide->rank_count <= MSI_RANKS);
     guide->ranks[guide->rank_count++] = one;
 }
