@@ -4531,6 +4531,7 @@ typedef enum msi_cost {
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
 enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
+enum { MSI_MOST_RANKS = 1000 };
 
 typedef enum msi_engine { MSI_ENGINES(MSI_X) MSI_ENGINE_COUNT } msi_engine;
 #undef MSI_X
@@ -4986,13 +4987,14 @@ static const uint32_t MSI_AT_END = UINT32_MAX - 1;
 
 typedef enum msi_finder { MSI_FINDERS(MEMSCALE_FIRST) MSI_FINDER_COUNT } msi_finder;
 
-/* How a plan was found: by which search, in which of msi_move_lists, among plans with which roundings,
-   and whether with groups of layers in tiles by choice, and with updates inside backward. */
+/* How a plan was found: by which search, in which of msi_move_lists, among plans with which roundings
+   and shards, and whether with groups of layers in tiles by choice, and with updates inside backward. */
 typedef struct msi_found {
     msi_finder by;
     int list;
     uint32_t rounding;
     bool tiles, early;
+    msi_sharding sharding; // of all params for which that is worth a collective
 } msi_found;
 
 enum { MSI_RANKS = 3, MSI_MAX_PLANS = 64 };
@@ -5260,9 +5262,13 @@ typedef struct msi_ranks {
     msi_flag is_broken; // a collective has failed: none is called any more
     int error;          // of the comm, or 0
     uint32_t count;     // of ranks; 1: the model is alone
-    bool has_agreed;    // a vote has ended the step, on all ranks
-    bool gives_up;      // from here on it takes part in collectives alone, until the next vote
-    bool is_committed;  // this step's vote on its update has been counted
+    uint32_t root;      // of the broadcast under way
+    /* The least of all ranks, as of the last plan; 0: they have not agreed. */
+    uint64_t budget_bytes, host_budget_bytes;
+    uint32_t here;     // ranks on this machine; 0: they have not agreed
+    bool has_agreed;   // a vote has ended the step, on all ranks
+    bool gives_up;     // from here on it takes part in collectives alone, until the next vote
+    bool is_committed; // this step's vote on its update has been counted
     ms_result why;
     char text[MSI_ERROR_BYTES];
 } msi_ranks;
@@ -6193,7 +6199,7 @@ static void msi_do_collective(void *argument) {
 }
 
 /* The functions of a comm that are called by number. */
-#define MSI_COLLECTIVES(X) X(all_reduce) X(reduce_scatter) X(all_gather)
+#define MSI_COLLECTIVES(X) X(all_reduce) X(reduce_scatter) X(all_gather) X(broadcast)
 #define MSI_X(name)        MSI_COLLECTIVE_##name,
 typedef enum msi_collective_kind {
     MSI_COLLECTIVES(MSI_X) MSI_COLLECTIVE_COUNT
@@ -6238,6 +6244,7 @@ static int msi_collect(ms_model *m, msi_collective_kind kind, const void *send, 
     call.what.count = count;
     call.what.dtype = dtype;
     call.what.timeout_s = m->config.comm_timeout;
+    call.what.root = m->ranks.root;
     if (call.comm->on_device) {
         call.what.stream = b->network_stream(m->device);
         msi_do_collective(&call);
@@ -6257,32 +6264,60 @@ static int msi_collect(ms_model *m, msi_collective_kind kind, const void *send, 
     return b->network_call(m->device, msi_do_collective, &call, sizeof call);
 }
 
-/* All ranks receive what each sends: so many bytes of host memory each, in the order of the ranks.
-   Returns when all have. */
-static MSI_COLD ms_result msi_exchange_bytes(ms_model *m, const void *send, void *receive,
-                                             uint64_t bytes) {
-    const uint64_t ranks = m->ranks.count, all = (ranks + 1) * msi_align(bytes);
-    const bool on_device = m->config.comm.on_device;
+/* A collective of bytes in host memory. Returns when this rank has its part of it. */
+static MSI_COLD ms_result msi_collect_bytes(ms_model *m, msi_collective_kind kind, const void *send,
+                                            void *receive, uint64_t bytes) {
+    const uint64_t ranks = kind == MSI_COLLECTIVE_all_gather ? m->ranks.count : 1;
+    const uint64_t all = msi_align(bytes) + msi_align(ranks * bytes);
     void *memory = NULL;
-    if (ranks < 2 || m->config.dry_run) {
-        for (uint64_t r = 0; r < ranks; r++) {
-            memcpy((uint8_t *)receive + r * bytes, send, (size_t)bytes);
-        }
-        return MS_RESULT_OK;
-    }
     ms_result result = msi_check_ranks(m);
-    MSI_THEN(result, on_device ? msi_device_alloc(m, all, &memory) : MS_RESULT_OK);
+    MSI_THEN(result, m->config.comm.on_device ? msi_device_alloc(m, all, &memory) : MS_RESULT_OK);
     const void *from = memory ? memory : send;
-    void *to = memory ? (uint8_t *)memory + msi_align(bytes) : receive;
+    void *to = !memory ? receive : ranks > 1 ? (uint8_t *)memory + msi_align(bytes) : memory;
     MSI_THEN(result, memory ? msi_copy(m, memory, false, send, true, bytes) : MS_RESULT_OK);
-    MSI_THEN(result, memory ? msi_synchronize(m) : MS_RESULT_OK);
-    MSI_THEN(result,
-             msi_device(m, msi_collect(m, MSI_COLLECTIVE_all_gather, from, to, bytes, MS_DTYPE_I8),
-                        "exchange between ranks"));
+    MSI_THEN(result, msi_synchronize(m));
+    MSI_THEN(result, msi_device(m, msi_collect(m, kind, from, to, bytes, MS_DTYPE_I8),
+                                "exchange between ranks"));
     MSI_THEN(result, msi_synchronize(m));
     MSI_THEN(result, msi_check_ranks(m));
     MSI_THEN(result, memory ? msi_copy(m, receive, true, to, false, ranks * bytes) : MS_RESULT_OK);
     msi_device_release(m, memory, all);
+    return result;
+}
+
+/* All ranks receive what each sends, so many bytes each, in the order of the ranks. */
+static MSI_COLD ms_result msi_exchange_bytes(ms_model *m, const void *send, void *receive,
+                                             uint64_t bytes) {
+    return msi_collect_bytes(m, MSI_COLLECTIVE_all_gather, send, receive, bytes);
+}
+
+/* All ranks get what one has. */
+static MSI_COLD ms_result msi_broadcast_bytes(ms_model *m, uint32_t root, void *data,
+                                              uint64_t bytes) {
+    m->ranks.root = root;
+    return msi_collect_bytes(m, MSI_COLLECTIVE_broadcast, data, data, bytes);
+}
+
+/* The results of all ranks: this one's own or, if that is OK and another's is not, RANKS. */
+static MSI_COLD ms_result msi_agree_on_result(ms_model *m, const char *function, ms_result own) {
+    uint32_t all[MSI_MOST_RANKS];
+    const uint32_t mine = (uint32_t)own;
+    if (m->ranks.count < 2 || m->config.dry_run) {
+        return own;
+    }
+    const msi_errors errors = m->errors;
+    ms_result result = msi_exchange_bytes(m, &mine, all, sizeof mine);
+    if (own != MS_RESULT_OK) {
+        m->errors = errors;
+        return own;
+    }
+    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        if (all[r] != (uint32_t)MS_RESULT_OK) {
+            result = msi_fail(m, MS_RESULT_RANKS, "%s: it has failed on rank %u: %s (%s)", function,
+                              (unsigned)r, ms_result_text((ms_result)all[r]),
+                              ms_result_name((ms_result)all[r]));
+        }
+    }
     return result;
 }
 
@@ -10423,8 +10458,6 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
     return valid && (l->growth == 0.0f || !(l->growth < 1.0f)) && l->backoff < 1.0f &&
            !((l->initial > 0.0f ? l->initial : 65536.0f) < l->least);
 }
-
-enum { MSI_MOST_RANKS = 1000 };
 
 static MSI_COLD bool msi_has_collectives(const ms_comm *c) {
     return c->all_reduce && c->reduce_scatter && c->all_gather && c->broadcast && c->barrier;
@@ -18352,7 +18385,7 @@ static msi_found msi_search_of(msi_found found) {
 /* Whether two searches are the same, where groups in tiles make a difference or do not. */
 static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
     return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           (a->tiles == b->tiles || !has_tiles);
+           a->sharding == b->sharding && (a->tiles == b->tiles || !has_tiles);
 }
 
 /* Notes which search has found a plan, unless that has found a better one, or another list the same
@@ -18659,12 +18692,23 @@ static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
                                                          : (msi_sharding)most;
 }
 
-/* What is forced of that. */
-static msi_sharding msi_least_sharding(const msi_scorer *s, uint32_t t,
-                                       const msi_tensor_decision *d) {
+/* What is divided of a param where `wanted` is of all: at least what is forced, and no more than may
+   be. A param that crosses the network in less time than a collective takes at least stays whole, unless
+   the smallest plan is searched. */
+static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
+                                      const msi_tensor_decision *d) {
+    const msi_scorer *s = search->scorer;
+    const msi_tensor *tensor = &s->graph->tensors.items[t];
+    const ms_hardware *h = &s->costs->hardware;
     const msi_sharding most = msi_most_sharding(s, t, d);
-    const msi_sharding least = (msi_sharding)s->graph->tensors.items[t].least_sharding;
-    return least < most ? least : most;
+    const msi_sharding least = (msi_sharding)tensor->least_sharding;
+    const bool may = tensor->technique[MS_TECHNIQUE_SHARDING] != MS_SWITCH_OFF;
+    const bool tiny = (double)tensor->bytes < h->network_us * h->network_gb_per_s * 1e3;
+    const bool gains = search->budget == 0 || !tiny;
+    msi_sharding wanted = may && gains ? search->how.sharding : MSI_SHARDS_NOTHING;
+    wanted = !msi_learns(tensor) && wanted < MSI_SHARDS_VALUE ? MSI_SHARDS_NOTHING : wanted;
+    wanted = wanted > least ? wanted : least;
+    return wanted < most ? wanted : most;
 }
 
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
@@ -18685,7 +18729,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
             decisions[t].state_8bit = s->homes[t].state_8bit;
         }
         decisions[t].sharding = (uint8_t)(s->homes ? (msi_sharding)s->homes[t].sharding
-                                                   : msi_least_sharding(s, t, &decisions[t]));
+                                                   : msi_base_sharding(search, t, &decisions[t]));
         const uint32_t rounds =
             tensor->kind == MSI_KIND_PARAM ? MSI_ROUNDS_PARAMS : MSI_ROUNDS_VALUES;
         decisions[t].format =
@@ -19034,9 +19078,11 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
                                   uint32_t t, uint32_t move) {
     const msi_tensor *tensor = &s->graph->tensors.items[t];
     const uint64_t master = decisions[t].format != tensor->format ? msi_align(tensor->bytes) : 0;
-    return move & MSI_MOVES_STATE ? master + msi_all_state_bytes(s->lowering->optimizers, tensor,
-                                                                 decisions[t].state_8bit)
-                                  : msi_align(msi_decided_bytes(s->graph, decisions, t));
+    const uint64_t all =
+        move & MSI_MOVES_STATE
+            ? master + msi_all_state_bytes(s->lowering->optimizers, tensor, decisions[t].state_8bit)
+            : msi_align(msi_decided_bytes(s->graph, decisions, t));
+    return decisions[t].sharding == MSI_SHARDS_NOTHING ? all : all / s->store->rank_count;
 }
 
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t action) {
@@ -22494,7 +22540,8 @@ static void msi_search_list(const msi_solver *s, msi_search *search, uint32_t ma
             search->how.by = MSI_FINDER_BASE;
             msi_propose(search, w.decisions, &w.score);
         }
-        if (found && !fits && (found == s->request->guide->ranks || !msi_is_at_floor(search))) {
+        const bool is_first = s->request->guide && found == s->request->guide->ranks;
+        if (found && !fits && (is_first || !msi_is_at_floor(search))) {
             msi_search_like(s, &w, found);
         } else if (!found && (!fits || s->forced)) {
             msi_search_all(s, &w);
@@ -22612,12 +22659,131 @@ static void msi_relax_updates(msi_solver *s) {
     msi_score_again(s, arena_bytes);
 }
 
-static void msi_search_allowed(const msi_solver *s, msi_search *search) {
-    if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
+/* The plans in which all params have the same shards: what the first of them takes. */
+typedef struct msi_level {
+    msi_sharding sharding;
+    double us, bound_us; // as in msi_rounding
+    uint64_t least_bytes;
+} msi_level;
+
+enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
+
+static bool msi_level_comes_before(const msi_search *s, const msi_level *a, const msi_level *b) {
+    const bool large = a->least_bytes > s->budget;
+    return large != (b->least_bytes > s->budget) ? !large
+           : large                               ? a->least_bytes < b->least_bytes
+           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
+                                                                    : a->us < b->us;
+}
+
+/* What may be divided, the level whose plans may be fastest first. Returns how many levels. */
+static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_level *list) {
+    const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
+    const bool shards = (s->request->techniques & MSI_SHARDING) && s->scorer->store->rank_count > 1;
+    const bool repeats = s->scorer->store->micro_count > 1;
+    msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
+    uint32_t count = 0;
+    for (int level = 0; level < MSI_LEVELS && decisions; level++) {
+        msi_level one = MSI_ZERO_INIT;
+        if (level > 0 && (!shards || (level == (int)MSI_SHARDS_GRADIENT && !repeats))) {
+            continue;
+        }
+        one.sharding = search->how.sharding = (msi_sharding)level;
+        msi_begin_rounding(search, 0, 0, decisions);
+        one.us = msi_estimate(s->scorer, decisions).us;
+        one.bound_us = msi_bound_us(search, one.us);
+        msi_decide_squeezed(search, decisions);
+        one.least_bytes = msi_estimate(s->scorer, decisions).live_bytes;
+        uint32_t at = count++;
+        for (; at > 0 && msi_level_comes_before(search, &one, &list[at - 1]); at--) {
+            list[at] = list[at - 1];
+        }
+        list[at] = one;
+    }
+    msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
+    return count;
+}
+
+/* Searches the plans with the shards at hand, as a plan was found or, if NULL, by all searches. */
+static void msi_search_level(const msi_solver *s, msi_search *search, const msi_found *found) {
+    if (found) {
+        msi_search_list(s, search, found->rounding, 0, found);
+    } else if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
     } else {
         msi_search_list(s, search, 0, 0, NULL);
     }
+}
+
+/* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
+   msi_share_less takes back what turns out not to be needed. The level that may be fastest is searched
+   first and in full, the others as the best plan so far was found, unless nothing fits yet. */
+static void msi_search_allowed(const msi_solver *s, msi_search *search) {
+    msi_level list[MSI_LEVELS];
+    const uint32_t count = msi_list_levels(s, search, list);
+    const double least_us = search->least_us;
+    for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
+        const msi_found best = search->best_how;
+        const bool hopeless =
+            search->fits && (list[k].bound_us >= search->best_score.us ||
+                             list[k].least_bytes - list[k].least_bytes / 8 > search->budget);
+        const bool larger =
+            k > 0 && search->budget == 0 && list[k].least_bytes >= search->best_score.bytes;
+        if (!hopeless && !larger) {
+            search->least_us = least_us;
+            search->how.sharding = list[k].sharding;
+            msi_search_level(s, search, k > 0 && search->fits && !best.tiles ? &best : NULL);
+        }
+    }
+    search->least_us = least_us;
+    search->how.sharding = MSI_SHARDS_NOTHING;
+}
+
+/* Decides on less to divide of the first `count` params that the best plan divides so. */
+static void msi_decide_less(const msi_search *search, msi_tensor_decision *decisions,
+                            msi_sharding from, msi_sharding to, uint32_t count) {
+    const msi_graph *g = search->scorer->graph;
+    memcpy(decisions, search->best, (size_t)msi_decisions_bytes(g));
+    for (uint32_t t = 0; t < g->tensors.count && count > 0; t++) {
+        const bool forced = (msi_sharding)g->tensors.items[t].least_sharding > to;
+        if (decisions[t].sharding == (uint8_t)from && !forced && msi_learns(&g->tensors.items[t])) {
+            decisions[t].sharding = (uint8_t)to;
+            count--;
+        }
+    }
+}
+
+/* Uses what the best plan leaves of the budget: divides less of as many params as fit. */
+static void msi_share_less(msi_search *search) {
+    const msi_scorer *s = search->scorer;
+    const uint64_t bytes = msi_decisions_bytes(s->graph);
+    msi_tensor_decision *decisions = NULL;
+    if (s->store->rank_count < 2 || !search->fits || search->budget == 0 || search->any ||
+        s->homes || (decisions = (msi_tensor_decision *)msi_scratch(s, bytes)) == NULL) {
+        return;
+    }
+    for (int from = MSI_SHARDS_VALUE; from > MSI_SHARDS_NOTHING; from--) {
+        uint32_t low = 0, high = 1;
+        for (uint32_t t = 0; t < s->graph->tensors.count; t++) {
+            high += search->best[t].sharding == (uint8_t)from;
+        }
+        while (high - low > 1 && !msi_is_short(s)) { // so many fit, so many do not
+            const uint32_t some = low + (high - low) / 2;
+            msi_decide_less(search, decisions, (msi_sharding)from, (msi_sharding)(from - 1), some);
+            const bool fits = msi_estimate(s, decisions).live_bytes <= search->budget;
+            low = fits ? some : low;
+            high = fits ? high : some;
+        }
+        msi_decide_less(search, decisions, (msi_sharding)from, (msi_sharding)(from - 1), low);
+        msi_score score = msi_estimate(s, decisions);
+        if (low > 0 && score.us < search->best_score.us &&
+            msi_fits(s, &score, search->budget, search->budget) &&
+            score.host_bytes <= search->host_budget) {
+            search->best_score = score;
+            memcpy(search->best, decisions, (size_t)bytes);
+        }
+    }
+    msi_release(s->allocator, decisions, bytes);
 }
 
 /* Proposes the squeezed plans of at most so many bytes: with what is moved and without, with all
@@ -22627,8 +22793,11 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     const uint64_t bytes = msi_decisions_bytes(s->scorer->graph);
     const uint32_t roundings = msi_allowed_roundings(s->request->techniques);
     const bool may_move = search->may_move;
+    const msi_sharding sharding = search->how.sharding;
     msi_tensor_decision *decisions = (msi_tensor_decision *)msi_scratch(s->scorer, bytes);
     uint64_t first = 0;
+    search->how.sharding =
+        s->request->techniques & MSI_SHARDING ? MSI_SHARDS_VALUE : MSI_SHARDS_NOTHING;
     for (uint32_t k = 0; k < 4 && decisions; k++) {
         const bool moves = k % 2 == 0, rounds = k < 2;
         search->may_move = moves;
@@ -22647,6 +22816,7 @@ static void msi_propose_squeezed(const msi_solver *s, msi_search *search, uint64
     }
     search->may_move = may_move;
     search->how.rounding = 0;
+    search->how.sharding = sharding;
     search->rank_count = 0; // no search found them
     s->plan->least_live_bytes = first;
     msi_release(s->scorer->allocator, decisions, decisions ? bytes : 0);
@@ -22735,6 +22905,7 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         }
         const msi_found *found = &guide->ranks[k];
         if (first == k) {
+            search->how.sharding = found->sharding;
             msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0, found);
         }
     }
@@ -22762,6 +22933,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
             msi_search_best(s, search);
         }
         msi_give_back_best(search);
+        msi_share_less(search);
         s->early = search->best_how.early;
         s->score = search->best_score;
         const bool known =
@@ -24132,9 +24304,9 @@ static void msi_drop_kept(ms_model *m) {
     }
 }
 
-/* The budget in force: as configured, or a share of what the device has left, by ms_set_hardware or
-   by its own account, which is then increased by what the model itself holds. */
-static uint64_t msi_budget(const ms_model *m) {
+/* The budget of this rank: as configured, or a share of what the device has left, by ms_set_hardware
+   or by its own account, which is then increased by what the model itself holds. */
+static uint64_t msi_own_budget(const ms_model *m) {
     const ms_hardware *given = &m->sources.given;
     double most = (double)(given->free_bytes ? given->free_bytes : given->total_bytes);
     const uint64_t lent = m->config.memory ? msi_lent_bytes(m) : UINT64_MAX;
@@ -24150,17 +24322,29 @@ static uint64_t msi_budget(const ms_model *m) {
             most += (double)m->run.store->resident_bytes + (double)m->run.store->transient_bytes;
         }
     }
-    const double share = most * m->config.target_utilization;
+    const bool is_shared = m->ranks.here > 1 && msi_shares_memory(m);
+    const double share =
+        most * m->config.target_utilization / (is_shared ? (double)m->ranks.here : 1.0);
     return most > 0.0 && share < 9e18 ? (uint64_t)share : UINT64_MAX;
 }
 
-/* What a plan may hold on the host. The model's own memory there counts as free. */
-static uint64_t msi_host_budget(const ms_model *m) {
+/* The budget in force. Of several ranks, it is the least that any of them has. */
+static uint64_t msi_budget(const ms_model *m) {
+    return m->ranks.budget_bytes > 0 ? m->ranks.budget_bytes : msi_own_budget(m);
+}
+
+/* What a plan may hold on the host. The model's own memory there counts as free; ranks on one machine
+   share what it has. */
+static uint64_t msi_own_host_budget(const ms_model *m) {
     const double held = m->run.store && m->run.store->host ? (double)m->run.store->host_room : 0.0;
     const double most = (double)m->costs.hardware.host_free_bytes;
     return m->config.max_host_bytes ? m->config.max_host_bytes
-           : most > 0.0             ? (uint64_t)(0.85 * (most + held))
-                                    : UINT64_MAX;
+           : most > 0.0 ? (uint64_t)(0.85 * (most + held) / (m->ranks.here > 1 ? m->ranks.here : 1))
+                        : UINT64_MAX;
+}
+
+static uint64_t msi_host_budget(const ms_model *m) {
+    return m->ranks.host_budget_bytes > 0 ? m->ranks.host_budget_bytes : msi_own_host_budget(m);
 }
 
 /* An empty plan, or NULL. */
@@ -24381,7 +24565,7 @@ static uint64_t msi_budget_of_fold(uint64_t budget, const msi_bytes_range *whole
 
 /* Adds a search to those that a guide names, with the roundings and tiles of a plan of the fold. */
 static void msi_add_rank(msi_guide *guide, const msi_found *like, msi_finder by, int list) {
-    const msi_found one = {by, list, like->rounding, like->tiles, false};
+    const msi_found one = {by, list, like->rounding, like->tiles, false, like->sharding};
     MEMSCALE_ASSERT(guide->rank_count <= MSI_RANKS);
     guide->ranks[guide->rank_count++] = one;
 }
@@ -25209,6 +25393,197 @@ static MSI_COLD ms_result msi_check_all(ms_model *m, msi_goal goal) {
     return result;
 }
 
+/* A number of the machine, for as long as it runs; 0: the platform does not tell. */
+static MSI_COLD uint64_t msi_machine_number(void) {
+    char line[256];
+    uint64_t hash = 0;
+    msi_file *file = msi_open_file("", "/proc/sys/kernel/random", "boot_id");
+    while (msi_read_line(file, line, sizeof line)) {
+        hash = msi_hash_bytes(hash, line, strlen(line));
+    }
+    return hash;
+}
+
+/* The numbers by which an optimizer updates. */
+static MSI_COLD uint64_t msi_hash_rates(const ms_optimizer_desc *o) {
+    const float rates[] = {o->learning_rate,  o->beta1,          o->beta2,
+                           o->epsilon,        o->momentum,       o->weight_decay,
+                           o->grad_clip_norm, o->skip_above_norm};
+    return msi_hash_bytes(0, rates, sizeof rates);
+}
+
+/* Terms in which all ranks must be alike, besides those on which plans depend. */
+#define MSI_RANK_TERMS(X)                                                                          \
+    X("version of memscale.h",                                                                     \
+      MEMSCALE_VERSION_MAJOR * 10000 + MEMSCALE_VERSION_MINOR * 100 + MEMSCALE_VERSION_PATCH)      \
+    X("function: one plans, another detaches, or plans for another goal", goal)                    \
+    X("mode, or set of switches",                                                                  \
+      msi_mix_in(m->wrapped.choice.techniques * 4ull + (uint64_t)m->config.mode,                   \
+                 m->config.auto_policy * 4u + m->config.force_optimize * 2u +                      \
+                     m->config.cuda_graph))                                                        \
+    X("seed (ms_config.seed)", m->config.seed)                                                     \
+    X("max_instruction_us", msi_bits_of_f64(m->config.max_instruction_us))                         \
+    X("empirical_profiling, or warmup_steps",                                                      \
+      (uint64_t)m->config.empirical_profiling * 1024 + m->config.warmup_steps)                     \
+    X("file of plans (ms_plan_load): some rank has none, or another",                              \
+      m->loaded.model ? msi_hash_bytes(1, m->loaded.bytes.items, m->loaded.bytes.count) : 0)
+#define MSI_RANK_TENSOR_TERMS(X)                                                                   \
+    X("set of forced and forbidden shards", t->least_sharding * 4u + t->most_less)                 \
+    X("optimizer of some param: a rate or another number of its desc",                             \
+      msi_mix_in(msi_hash_rates(msi_desc_of(&m->optimizers, t)),                                   \
+                 t->has_weight_decay ? 1 + (uint64_t)msi_bits_of_f32(t->weight_decay) : 0))
+
+enum { MSI_MOST_TERMS = 32 };
+
+typedef struct msi_terms {
+    uint64_t number[MSI_MOST_TERMS];
+    const char *what[MSI_MOST_TERMS];
+    uint32_t count;
+} msi_terms;
+
+static MSI_COLD void msi_add_term(msi_terms *terms, const char *what, uint64_t number) {
+    MEMSCALE_ASSERT(terms->count < MSI_MOST_TERMS);
+    terms->what[terms->count] = what;
+    terms->number[terms->count++] = number;
+}
+
+static MSI_COLD void msi_list_terms(ms_model *m, msi_goal goal, msi_terms *terms) {
+    msi_saved_plans plans = MSI_ZERO_INIT, *f = &plans;
+    f->moves = f->rounds = true;
+#define MSI_X(what, number) msi_add_term(terms, what, (uint64_t)(number));
+    MSI_RANK_TERMS(MSI_X)
+    MSI_MODEL_TERMS(MSI_X)
+#undef MSI_X
+#define MSI_X(what, number)                                                                        \
+    hash = 0;                                                                                      \
+    for (MSI_ITEMS(const msi_tensor, t, m->graph.tensors)) {                                       \
+        hash = msi_mix_in(hash, number);                                                           \
+    }                                                                                              \
+    msi_add_term(terms, what, hash);
+    uint64_t hash;
+    MSI_TENSOR_TERMS(MSI_X)
+    MSI_RANK_TENSOR_TERMS(MSI_X)
+#undef MSI_X
+    for (uint32_t a = 0; a < m->graph.axis_count; a++) {
+        hash = msi_mix_in(hash, (uint64_t)m->graph.axes[a].largest);
+        hash = msi_mix_in(msi_mix_in(hash, (uint64_t)m->graph.axes[a].eval_largest),
+                          (uint64_t)m->graph.axes[a].size);
+    }
+    msi_add_term(terms, "size of an axis", hash);
+}
+
+/* An error, the same on all ranks, if one of them differs from rank 0. */
+static MSI_COLD ms_result msi_compare_ranks(ms_model *m, const char *function,
+                                            const msi_terms *terms) {
+    const uint64_t bytes = terms->count * sizeof(uint64_t), room = m->ranks.count * bytes;
+    uint64_t *all = (uint64_t *)msi_alloc(&m->config.allocator, room);
+    if (!all) {
+        return msi_fail_memory(m, "the comparison of the ranks", room);
+    }
+    ms_result result = msi_exchange_bytes(m, terms->number, all, bytes);
+    for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        for (uint32_t k = 0; k < terms->count && result == MS_RESULT_OK; k++) {
+            const uint64_t here = all[(size_t)r * terms->count + k];
+            if (here != all[k]) {
+                result = msi_fail(m, MS_RESULT_RANKS,
+                                  "%s: rank %u differs from rank 0; it has another %s (%llx, and "
+                                  "rank 0 %llx)",
+                                  function, (unsigned)r, terms->what[k], (unsigned long long)here,
+                                  (unsigned long long)all[k]);
+            }
+        }
+    }
+    msi_release(&m->config.allocator, all, room);
+    return result;
+}
+
+/* What ranks have of their own, and what becomes of it. */
+typedef struct msi_of_rank {
+    uint64_t machine, budget_bytes, host_budget_bytes;
+} msi_of_rank;
+
+/* Finds how many ranks are on this machine, and then the least of their budgets. */
+static MSI_COLD ms_result msi_share_budgets(ms_model *m) {
+    msi_of_rank all[MSI_MOST_RANKS], own = {msi_machine_number(), 0, 0};
+    ms_result result = msi_exchange_bytes(m, &own, all, sizeof own);
+    m->ranks.here = 0;
+    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        m->ranks.here += all[r].machine == own.machine;
+    }
+    own.budget_bytes = msi_own_budget(m);
+    own.host_budget_bytes = msi_own_host_budget(m);
+    MSI_THEN(result, msi_exchange_bytes(m, &own, all, sizeof own));
+    m->ranks.budget_bytes = own.budget_bytes;
+    m->ranks.host_budget_bytes = own.host_budget_bytes;
+    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        m->ranks.budget_bytes = msi_smaller(m->ranks.budget_bytes, all[r].budget_bytes);
+        m->ranks.host_budget_bytes =
+            msi_smaller(m->ranks.host_budget_bytes, all[r].host_budget_bytes);
+    }
+    return result;
+}
+
+/* All ranks plan with the speeds and the times of layers that rank 0 has. */
+static MSI_COLD ms_result msi_share_times(ms_model *m) {
+    const uint32_t count = MSI_FIRST_TIMES + MSI_LAYER_TIMES * m->graph.layers.count;
+    const uint64_t bytes = count * sizeof(double);
+    double *times = (double *)msi_alloc(&m->config.allocator, bytes);
+    if (!times) {
+        return msi_fail_memory(m, "the times of the layers", bytes);
+    }
+    for (uint32_t k = 0; k < count; k++) {
+        times[k] = *msi_time_at(m, k);
+    }
+    ms_hardware hardware = m->costs.hardware;
+    ms_result result = msi_broadcast_bytes(m, 0, times, bytes);
+    MSI_THEN(result, msi_broadcast_bytes(m, 0, &hardware, sizeof hardware));
+    if (result == MS_RESULT_OK) {
+        const uint64_t free_bytes = m->costs.hardware.free_bytes;
+        const uint64_t host_free_bytes = m->costs.hardware.host_free_bytes;
+        m->costs.hardware = hardware;
+        m->costs.hardware.free_bytes = free_bytes;
+        m->costs.hardware.host_free_bytes = host_free_bytes;
+        for (uint32_t k = 0; k < count; k++) {
+            *msi_time_at(m, k) = times[k];
+        }
+    }
+    msi_release(&m->config.allocator, times, bytes);
+    return result;
+}
+
+/* What several ranks need to make the same plan: the graph was checked, with `own` as the result. */
+static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
+    static const char *const function = "ms_wrap";
+    msi_terms terms = MSI_ZERO_INIT;
+    if (m->ranks.count < 2 || m->config.dry_run) {
+        return own;
+    }
+    ms_result result = msi_agree_on_result(m, function, own);
+    if (result != MS_RESULT_OK) {
+        return result;
+    }
+    m->wrapped.choice = msi_config_choice(m);
+    msi_list_terms(m, goal, &terms);
+    result = msi_compare_ranks(m, function, &terms);
+    MSI_THEN(result, msi_share_budgets(m));
+    MSI_THEN(result, msi_share_times(m));
+    return result;
+}
+
+/* The plans of all ranks must be the same, whatever compilers have made of the arithmetic. */
+static MSI_COLD ms_result msi_compare_plans(ms_model *m, const msi_plan *plan, ms_result own) {
+    msi_terms terms = MSI_ZERO_INIT;
+    ms_result result =
+        m->ranks.count < 2 || m->config.dry_run ? own : msi_agree_on_result(m, "ms_wrap", own);
+    if (result != MS_RESULT_OK || m->ranks.count < 2 || m->config.dry_run) {
+        return result;
+    }
+    msi_add_term(
+        &terms, "plan, made from the same numbers: are all ranks the same program?",
+        msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
+    return msi_compare_ranks(m, "ms_wrap", &terms);
+}
+
 /* The plan in force stays: restores the choice and the costs by which it was decided. */
 static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs *costs) {
     m->wrapped.choice = *choice;
@@ -25223,7 +25598,7 @@ static void msi_stay_with(ms_model *m, const msi_choice *choice, const msi_costs
 static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_plan **plans) {
     const bool plans_here = goal != MSI_GOAL_PLAIN && !m->loaded.model;
     const bool asks = MSI_HAS_PLANNER && m->config.auto_policy && plans_here;
-    ms_result result = msi_check_all(m, goal);
+    ms_result result = msi_agree(m, goal, msi_check_all(m, goal));
     if (result != MS_RESULT_OK) {
         return result;
     }
@@ -25238,6 +25613,11 @@ static ms_result msi_decide(ms_model *m, msi_goal goal, msi_store **store, msi_p
             result = msi_no_fit(m, *store, largest);
             msi_plans_and_store_free(m, *store, *plans);
         }
+    }
+    const bool made = result == MS_RESULT_OK;
+    result = msi_compare_plans(m, made ? msi_plan_at_largest(*plans) : NULL, result);
+    if (made && result != MS_RESULT_OK) {
+        msi_plans_and_store_free(m, *store, *plans);
     }
     return result;
 }
@@ -32905,7 +33285,8 @@ static MSI_COLD ms_result msi_adopt(ms_model *m, msi_store *store, msi_plan *pla
    that are in force if they are for it. */
 static bool msi_readopt(ms_model *m, msi_goal goal, ms_result *result) {
     int64_t sizes[MS_LIMIT_AXES];
-    if (m->wrapped.changed || m->config.auto_policy || !m->run.plan || m->sources.given_fault) {
+    if (m->wrapped.changed || m->config.auto_policy || !m->run.plan || m->sources.given_fault ||
+        m->ranks.count > 1) { // the budgets of other ranks may have changed
         return false;
     }
     const uint64_t budget = msi_budget(m);
