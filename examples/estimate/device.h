@@ -4,7 +4,7 @@
 
 #include "settings.h"
 
-enum { MOST_DEVICES = 256 };
+enum { MOST_DEVICES = 256, MOST_NETWORKS = 32 };
 
 /* The names of the built-in devices; returns how many there are. */
 static int list_devices(const char *names[MOST_DEVICES]) {
@@ -18,8 +18,19 @@ static int list_devices(const char *names[MOST_DEVICES]) {
     return count;
 }
 
+/* The names of the networks; returns how many there are. */
+static int list_networks(const char *names[MOST_NETWORKS]) {
+    int count = 0;
+    while (count < MOST_NETWORKS && ms_network_at((uint32_t)count)) {
+        names[count] = ms_network_at((uint32_t)count);
+        count++;
+    }
+    return count;
+}
+
 typedef struct destination {
     ms_hardware hardware;
+    const char *network; // as it was named; NULL: there is one rank
     const nn_device *kernels;
     ms_backend backend;
     uint64_t memory_bytes; // its free bytes, if known
@@ -90,6 +101,25 @@ static void take_speed(float given, double *speed) {
     *speed = given > 0.0f ? (double)given : *speed;
 }
 
+/* By its name, or its speed alone. */
+static int choose_network(const settings *o, destination *t) {
+    const char *names[MOST_NETWORKS];
+    const bool on_cpu = t->hardware.kind == MS_DEVICE_CPU;
+    const double speed = o->network ? parse_number(o->network, false) : -1.0;
+    t->network = o->ranks < 2 ? NULL : o->network ? o->network : on_cpu ? "memory" : "pcie";
+    if (t->network && speed > 0.0) {
+        t->network = "as given";
+        t->hardware.network_gb_per_s = speed;
+    } else if (t->network && !ms_network_named(t->network, &t->hardware)) {
+        fail("--network %s: give 1e9 bytes a second, or one of these, of which nvlink is that of "
+             "V100, A100, H100, H200, B200 and those of their kind",
+             t->network);
+        print_names(stderr, names, list_networks(names), 0, "");
+        return 1;
+    }
+    return 0;
+}
+
 /* Bytes, or a share of the memory. */
 static int choose_budget(const settings *o, destination *t) {
     const double share = round((double)o->utilization * 1e6) / 1e6; // as it was typed
@@ -117,6 +147,9 @@ static int choose_target(const settings *o, destination *t) {
     take_speed(o->bandwidth, &t->hardware.memory_gb_per_s);
     take_speed(o->link, &t->hardware.to_device_gb_per_s);
     take_speed(o->link, &t->hardware.to_host_gb_per_s);
+    if (choose_network(o, t) != 0) {
+        return 1;
+    }
     prepare_target(t);
     t->memory_bytes = t->hardware.free_bytes ? t->hardware.free_bytes : t->hardware.total_bytes;
     if (t->memory_bytes > (uint64_t)1 << 57) {

@@ -6,7 +6,7 @@
         build/examples/estimate --family gpt2 --layers 48 --channels 2048 --heads 32 --gpu 16G
         build/examples/estimate --model bert-large --batch 16 --sequence 128 --sweep budgets.svg
         build/examples/estimate --model qwen2.5-7B --gpu 4090 --precision bf16-alone --state bf16
-            --gradients bf16 --batch 4 --sequence 1024 --tokens 524288
+            --gradients bf16 --batch 4 --sequence 1024 --tokens 524288 --ranks 4 --network pcie
 
     Every number comes from the library: the model is registered as its trainer would do it, planned
     by a dry run, which does not allocate its memory, and described by ms_report. Models are the
@@ -34,7 +34,7 @@ enum { STATUS_FITS, STATUS_FAILED, STATUS_USAGE, STATUS_NO_FIT };
 static void print_help(void) {
     settings s;
     option_spec specs[ESTIMATE_OPTIONS];
-    const char *models[MOST_MODELS], *devices[MOST_DEVICES];
+    const char *models[MOST_MODELS], *devices[MOST_DEVICES], *networks[MOST_NETWORKS];
     list_options(&s, specs);
     print_options("[options] [config.json]", specs, ESTIMATE_OPTIONS);
     printf("\nA config.json as published with weights: of GPT-2, BERT, Llama, Mistral, Qwen2.5, "
@@ -44,6 +44,8 @@ static void print_help(void) {
     print_names(stdout, models, list_models(models), 0, "");
     printf("\nDevices:\n");
     print_names(stdout, devices, list_devices(devices), 0, "");
+    printf("\nNetworks:\n");
+    print_names(stdout, networks, list_networks(networks), 0, "");
     printf("\nThe exit status is %d if the batch fits the budget in some mode, %d if in none, %d\n"
            "after an error, and %d after a mistake in the options.\n",
            STATUS_FITS, STATUS_NO_FIT, STATUS_FAILED, STATUS_USAGE);

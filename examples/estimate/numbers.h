@@ -29,6 +29,12 @@ static void json_plan(json *j, const char *key, const findings *f, const plan *p
     json_count(j, "to_host_bytes", r->to_host_bytes);
     json_real(j, "link_share", link_share(r));
     json_real(j, "hidden_share", r->hidden_share);
+    for (int i = 0; i < SHARD_KINDS; i++) {
+        json_count(j, shard_names[i].key, p->shards[i].divided);
+    }
+    json_count(j, "gather_bytes", r->gather_bytes);
+    json_count(j, "reduce_bytes", r->reduce_bytes);
+    json_real(j, "network_share", network_share(r));
     json_count(j, "recomputed_layers", r->recompute_count);
     json_flag(j, "early_update", r->early_update);
     json_close(j, '}');
@@ -91,7 +97,8 @@ static void json_training(json *j, const settings *o, uint64_t trained_count) {
     json_text(j, "state_in_8_bits", switches[o->state ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT]);
     json_flag(j, "clip", o->clip > 0.0f);
     json_count(j, "accumulation_steps", (uint64_t)count);
-    json_count(j, "tokens", (uint64_t)(count * o->batch * o->sequence));
+    json_count(j, "ranks", (uint64_t)o->ranks);
+    json_count(j, "tokens", (uint64_t)(count * o->batch * o->sequence * o->ranks));
     json_count(j, "adapter_rank", (uint64_t)o->rank);
     json_count(j, "trained_params", trained_count);
     json_close(j, '}');
@@ -108,6 +115,12 @@ static void json_device(json *j, const destination *t, uint64_t host_bytes) {
     json_real(j, "f16_tflops", t->hardware.f16_tflops);
     json_real(j, "memory_gb_per_s", t->hardware.memory_gb_per_s);
     json_real(j, "link_gb_per_s", t->hardware.to_device_gb_per_s);
+    if (t->network) {
+        json_text(j, "network", t->network);
+        json_real(j, "network_gb_per_s", t->hardware.network_gb_per_s);
+        json_real(j, "network_us", t->hardware.network_us);
+        json_flag(j, "network_is_link", t->hardware.network_is_link);
+    }
     json_count(j, "memory_bytes", t->memory_bytes);
     json_count(j, "budget_bytes", t->budget_bytes);
     if (host_bytes) {

@@ -79,6 +79,31 @@ static double link_share(const ms_memory_report *r) {
     return us / r->last_micro_us;
 }
 
+/* Of titles; nothing if there is one rank. */
+static size_text show_ranks(const estimate *e) {
+    size_text s;
+    snprintf(s.text, sizeof s.text, e->options.ranks > 1 ? " on each of %lld ranks" : "",
+             (long long)e->options.ranks);
+    return s;
+}
+
+/* The part of a step for which the ranks exchange. */
+static double network_share(const ms_memory_report *r) {
+    return (r->gather_us + r->reduce_us) / r->last_micro_us;
+}
+
+/* The part of some elements of which each rank has a part; below 0: there are none. */
+static double share_divided(const shard_count *s) {
+    return s->all > 0 ? (double)s->divided / (double)s->all : -1.0;
+}
+
+/* Names of what may be divided among ranks. */
+static const struct {
+    const char *name, *key;
+} shard_names[SHARD_KINDS] = {{"state divided", "state_divided"},
+                              {"gradients divided", "gradients_divided"},
+                              {"params divided", "params_divided"}};
+
 /* What a plan rounds that the plain one does not. */
 typedef struct rounding_text {
     char text[96];

@@ -93,8 +93,8 @@ static void draw_start(FILE *file) {
 
 static void draw_head(FILE *file, const estimate *e, const findings *f) {
     char text[256];
-    snprintf(text, sizeof text, "%s, batch %lld x %lld tokens, %s, %s", e->model.name,
-             (long long)e->options.batch, (long long)e->options.sequence,
+    snprintf(text, sizeof text, "%s, batch %lld x %lld tokens%s, %s, %s", e->model.name,
+             (long long)e->options.batch, (long long)e->options.sequence, show_ranks(e).text,
              precision_of(&e->options)->name, optimizers[optimizer_of(&e->options)].title);
     svg_text(file, 80.0, 30.0, "class=\"title\"", text);
     snprintf(text, sizeof text, "%.1f M params; predicted for %s, %s; the plain step takes %s",

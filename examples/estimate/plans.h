@@ -30,6 +30,14 @@ typedef struct value_group {
 
 enum { MOST_GROUPS = 64, SHOWN_GROUPS = 3 };
 
+/* Of what belongs to params, in elements of these: what lives between steps, and of how much of it each
+   rank has only its part. */
+typedef enum shard_kind { SHARD_STATE, SHARD_GRADIENT, SHARD_VALUE, SHARD_KINDS } shard_kind;
+
+typedef struct shard_count {
+    uint64_t all, divided;
+} shard_count;
+
 /* Times as predicted, in a micro-batch. */
 typedef struct step_times {
     double recompute_us;
@@ -46,7 +54,14 @@ typedef struct plan {
     int group_count;
     bool applies[MS_TECHNIQUE_COUNT]; // to some layer
     ms_dtype half;                    // of what mixed precision rounds; F32: it rounds nothing
+    shard_count shards[SHARD_KINDS];
 } plan;
+
+/* A plan that is looked at. */
+typedef struct plan_look {
+    plan *of;
+    const ms_model *model;
+} plan_look;
 
 static void show_progress(const progress *p) {
     if (p && p->is_shown) {
@@ -120,6 +135,11 @@ static ms_model *register_model(const estimate *e, int64_t batch, ms_config *con
         config->offloading == MS_SWITCH_OFF ? MS_SWITCH_OFF : e->options.offloading;
     config->max_host_bytes = e->options.host_bytes;
     config->accumulation_steps = (uint32_t)batches_of_step(&e->options, batch);
+    if (e->options.ranks > 1) { // a dry run calls none of its functions
+        config->comm.size = sizeof config->comm;
+        config->comm.count = (uint32_t)e->options.ranks;
+        config->comm.on_device = !e->device.backend.device_is_host;
+    }
     if (ms_create(config, &model) != MS_RESULT_OK) {
         fail("%s", ms_last_error(model));
         ms_destroy(model);
@@ -178,11 +198,38 @@ static bool is_of_group(const value_group *g, const ms_lifetime *l) {
     return g->bytes == l->bytes && g->category == l->category && g->is_resident == l->is_resident;
 }
 
+/* The bytes of so many elements of a value are less where a rank has a part of them. */
+static void keep_shard(const ms_lifetime *l, const plan_look *look) {
+    static const struct {
+        ms_category category;
+        shard_kind kind;
+    } kinds[] = {{MS_CATEGORY_OPTIMIZER, SHARD_STATE},
+                 {MS_CATEGORY_GRADIENT, SHARD_GRADIENT},
+                 {MS_CATEGORY_PARAM, SHARD_VALUE}};
+    const ms_tensor param = ms_tensor_of(look->model, l->tensor);
+    const uint64_t count = ms_tensor_count(look->model, param);
+    const bool is_second = l->category == MS_CATEGORY_OPTIMIZER &&
+                           ms_optimizer_state(look->model, param, 0).id != l->tensor.id;
+    const uint64_t each = l->category != MS_CATEGORY_OPTIMIZER ? ms_dtype_bytes(l->dtype)
+                          : l->format == MS_STATE_FORMAT_8BIT  ? 1
+                          : l->format == MS_STATE_FORMAT_BF16  ? 2
+                                                               : 4;
+    for (int i = 0; i < SHARD_KINDS && l->is_resident && !is_second; i++) {
+        shard_count *s = &look->of->shards[kinds[i].kind];
+        if (l->category == kinds[i].category) {
+            s->all += count;
+            s->divided += l->bytes < count * each ? count : 0;
+        }
+    }
+}
+
 /* Counts a value at the peak. If there is no room for another group, a larger one replaces the
    smallest. */
 static void keep_value(const ms_lifetime *l, void *user) {
-    plan *p = (plan *)user;
+    const plan_look *look = (const plan_look *)user;
+    plan *p = look->of;
     int i = 0, least = 0;
+    keep_shard(l, look);
     for (; i < p->group_count && !is_of_group(&p->groups[i], l); i++) {
         least = group_bytes(&p->groups[i]) < group_bytes(&p->groups[least]) ? i : least;
     }
@@ -211,13 +258,14 @@ static void keep_decision(const ms_decision *d, void *user) {
 
 /* What is to be known of a plan; prints the reason and returns 1 if it cannot be had. */
 static int look_at_plan(ms_model *model, plan *p) {
+    plan_look look = {p, model};
     ms_result result = ms_report(model, &p->report);
     p->report.peak_layer = ""; // belongs to the model
     if (result == MS_RESULT_OK) {
         result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_event, p);
     }
     if (result == MS_RESULT_OK) {
-        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
+        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, &look);
     }
     if (result == MS_RESULT_OK) {
         result = ms_visit_decisions(model, keep_decision, p);

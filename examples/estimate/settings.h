@@ -7,10 +7,10 @@
 #include "options.h"
 
 typedef struct settings {
-    const char *model, *family, *gpu, *optimizer, *offload, *sweep, *html, *mode;
+    const char *model, *family, *gpu, *network, *optimizer, *offload, *sweep, *html, *mode;
     const char *precision, *gradients, *state; // NULL: not said
     int64_t layers, channels, heads, kv_heads, head_size, feed_forward, vocabulary, positions;
-    int64_t batch, sequence, accumulate, tokens, rank;
+    int64_t batch, sequence, accumulate, tokens, rank, ranks;
     float tflops, tf32_tflops, f16_tflops, bandwidth, link;
     float clip, utilization;
     uint64_t budget_bytes, host_bytes; // 0: a share of the memory; as much as is needed
@@ -19,7 +19,7 @@ typedef struct settings {
     option_words files;
 } settings;
 
-enum { ESTIMATE_OPTIONS = 39 };
+enum { ESTIMATE_OPTIONS = 41 };
 
 static void list_options(settings *s, option_spec *specs) {
     const option_spec all[ESTIMATE_OPTIONS] = {
@@ -59,7 +59,7 @@ static void list_options(settings *s, option_spec *specs) {
         {"--accumulate", "N", OPTION_COUNT, &s->accumulate,
          "gradients are summed over N batches before each update (1)"},
         {"--tokens", "N", OPTION_COUNT, &s->tokens,
-         "the same by the tokens of a step, rounded up to whole batches"},
+         "the same by the tokens of a step, rounded up to whole batches (of all ranks)"},
         {"--frozen", NULL, OPTION_FLAG, &s->frozen,
          "train adapters beside the linear layers of the blocks; all else is frozen"},
         {"--rank", "N", OPTION_COUNT, &s->rank, "of these adapters (8)"},
@@ -72,6 +72,12 @@ static void list_options(settings *s, option_spec *specs) {
         {"--f16-tflops", "X", OPTION_REAL, &s->f16_tflops, "those in BF16 and F16"},
         {"--bandwidth", "X", OPTION_REAL, &s->bandwidth, "its memory, 1e9 bytes a second"},
         {"--link", "X", OPTION_REAL, &s->link, "copies from and to the host, 1e9 bytes a second"},
+        {"--ranks", "N", OPTION_COUNT, &s->ranks,
+         "train on N such devices, with batches of their own in each (1); bytes, times\n"
+         "and the budget are those of one of them"},
+        {"--network", "NAME|X", OPTION_TEXT, &s->network,
+         "between these: a network by its name (see below), or what each sends and\n"
+         "receives at the same time, 1e9 bytes a second (pcie; memory on a cpu)"},
         {"--budget", "SIZE", OPTION_BYTES, &s->budget_bytes,
          "what training may take: bytes such as 300M or 1.5G (powers of 1024)"},
         {"--utilization", "X", OPTION_REAL, &s->utilization,
@@ -110,9 +116,9 @@ static int find_mode(const char *name) {
     return i;
 }
 
-/* Batches of so many sequences that make up a step. */
+/* Batches of so many sequences that make up a step of each rank. */
 static int64_t batches_of_step(const settings *o, int64_t batch) {
-    const int64_t tokens = batch * o->sequence;
+    const int64_t tokens = batch * o->sequence * o->ranks;
     return o->tokens ? (o->tokens + tokens - 1) / tokens : o->accumulate;
 }
 

@@ -82,8 +82,8 @@ static int write_page(const estimate *e, const findings *f, const all_sweeps *al
     if (!file) {
         return 1;
     }
-    snprintf(title, sizeof title, "%s, batch %lld x %lld tokens, %s, %s", e->model.name,
-             (long long)e->options.batch, (long long)e->options.sequence,
+    snprintf(title, sizeof title, "%s, batch %lld x %lld tokens%s, %s, %s", e->model.name,
+             (long long)e->options.batch, (long long)e->options.sequence, show_ranks(e).text,
              precision_of(&e->options)->name, optimizers[optimizer_of(&e->options)].title);
     snprintf(subtitle, sizeof subtitle,
              "%.1f M params; predicted for %s, %s, by memscale.h %d.%d.%d: no number is measured",

@@ -51,17 +51,47 @@ static void print_ratios(const char *name, const plans *p) {
     print_cells(name, cells);
 }
 
+static void print_share(char cell[32], double share) {
+    snprintf(cell, 32, share < 0.0 ? "-" : "%.1f %%", 100.0 * share);
+}
+
+/* Of several ranks: how much of what belongs to params is divided among them, what each rank gathers
+   and adds up, and for how much of a step it does. */
+static void print_ranks(const estimate *e, const plans *p, unit u) {
+    char cells[COLUMNS][32];
+    for (int k = 0; k < SHARD_KINDS && e->options.ranks > 1; k++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            print_share(cells[c], share_divided(&p->of[c]->shards[k]));
+        }
+        print_cells(shard_names[k].name, cells);
+    }
+    for (int row = 0; row < 3 && e->options.ranks > 1; row++) {
+        static const char *const names[] = {"gathered", "added up", "network busy"};
+        for (int c = 0; c < COLUMNS; c++) {
+            const ms_memory_report *r = &p->of[c]->report;
+            const uint64_t bytes[] = {r->gather_bytes, r->reduce_bytes};
+            if (row < 2) {
+                snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
+            } else {
+                print_share(cells[c], network_share(r));
+            }
+        }
+        print_cells(names[row], cells);
+    }
+}
+
 /* What the plans have on the host and copy in a step, for how much of the step the link is busy,
    how much of the time of these copies is hidden, and for how much of a whole step computing waits
-   for them: rows that there are only if some plan moves anything. */
-static void print_host(const plans *p, unit u) {
+   for them (and for the network): rows that there are only if some plan moves anything, or there are
+   several ranks. */
+static void print_host(const estimate *e, const plans *p, unit u) {
     static const char *const names[] = {"on the host", "copied in",     "copied out",
                                         "link busy",   "copies hidden", "waits for copies"};
     bool moves = false;
     for (int c = 0; c < COLUMNS; c++) {
         moves |= p->of[c]->report.host_bytes > 0;
     }
-    for (int row = 0; row < 6 && moves; row++) {
+    for (int row = moves ? 0 : 4; row < 6 && (moves || e->options.ranks > 1); row++) {
         char cells[COLUMNS][32];
         for (int c = 0; c < COLUMNS; c++) {
             const ms_memory_report *r = &p->of[c]->report;
@@ -69,10 +99,10 @@ static void print_host(const plans *p, unit u) {
             const uint64_t bytes[] = {r->host_bytes, r->to_device_bytes, r->to_host_bytes};
             if (row < 3) {
                 snprintf(cells[c], sizeof cells[c], "%.*f", u.digits, (double)bytes[row] / u.bytes);
-            } else if (r->to_device_bytes + r->to_host_bytes > 0) {
-                snprintf(cells[c], sizeof cells[c], "%.1f %%", 100.0 * shares[row - 3]);
             } else {
-                snprintf(cells[c], sizeof cells[c], "-");
+                const bool copies = r->to_device_bytes + r->to_host_bytes > 0;
+                const bool exchanges = row > 3 && r->gather_bytes + r->reduce_bytes > 0;
+                print_share(cells[c], copies || exchanges ? shares[row - 3] : -1.0);
             }
         }
         print_cells(names[row], cells);
@@ -125,10 +155,12 @@ static void print_table(const estimate *e, const findings *f) {
     print_whole_step(e, &p);
     print_ratios("step over plain", &p);
     print_recomputed(&p);
-    print_host(&p, u);
+    print_ranks(e, &p, u);
+    print_host(e, &p, u);
     print_bytes("smallest peak there is", &smallest, ROWS + 1, u);
     print_ratios("its step over plain", &smallest);
-    print_host(&smallest, u);
+    print_ranks(e, &smallest, u);
+    print_host(e, &smallest, u);
 }
 
 /* Lists the modes that plan as `first` does; returns their number. */
@@ -241,8 +273,11 @@ static void print_training(text_line *at, const settings *o) {
         say(at, "batch ");
     }
     say(at, "%lld x %lld tokens", (long long)o->batch, (long long)o->sequence);
-    if (o->tokens) {
-        say(at, " (%lld a step)", count * (long long)(o->batch * o->sequence));
+    if (o->ranks > 1) {
+        say(at, " on each of %lld ranks", (long long)o->ranks);
+    }
+    if (o->tokens || o->ranks > 1) {
+        say(at, " (%lld a step)", count * (long long)(o->batch * o->sequence * o->ranks));
     }
     say(at, ", %s, %s%s%s\n", precision_of(o)->name, optimizers[optimizer_of(o)].title,
         o->clip > 0.0f ? ", clipped by the norm of all gradients" : "",
@@ -315,6 +350,16 @@ static void print_device(text_line *at, const destination *t) {
                        : "where not given, those of a common discrete GPU");
 }
 
+static void print_network(text_line *at, const destination *t) {
+    const ms_hardware *h = &t->hardware;
+    if (t->network) {
+        say(at, "network   %s: ", t->network);
+        print_speed(at, "each\1rank", h->network_gb_per_s, "GB/s");
+        say(at, "%g us at least%s\n", h->network_us > 0.0 ? h->network_us : 20.0,
+            h->network_is_link ? ", by the link that copies take too" : "");
+    }
+}
+
 static void print_head(const estimate *e, const findings *f) {
     text_line at = {0, 0};
     printf("memscale.h %d.%d.%d, what training takes: planned by a dry run\n\n",
@@ -324,6 +369,7 @@ static void print_head(const estimate *e, const findings *f) {
     print_assumption(&at, e, f);
     print_formats(&at, &e->options);
     print_device(&at, &e->device);
+    print_network(&at, &e->device);
     printf("budget    %s", show_bytes(e->device.budget_bytes).text);
     if (!e->device.is_user_size) {
         printf(", %.0f %% of the memory",

@@ -90,11 +90,20 @@ static int choose_formats(const settings *o) {
     return o->state && !has_state(o) ? fail("--state: SGD without momentum has none") : 0;
 }
 
+enum { MOST_RANKS = 1000 };
+
 static int choose_training(settings *o) {
     if (o->accumulate && o->tokens) {
         return fail("--accumulate and --tokens: give one of them, since the other follows");
     }
     o->accumulate = o->accumulate ? o->accumulate : 1;
+    if (o->network && !o->ranks) {
+        return fail("--network: between the devices that --ranks counts");
+    }
+    o->ranks = o->ranks ? o->ranks : 1;
+    if (check_most("--ranks", o->ranks, MOST_RANKS) != 0) {
+        return 1;
+    }
     if (o->rank && !o->frozen) {
         return fail("--rank: of the adapters that --frozen trains");
     }
