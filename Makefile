@@ -181,7 +181,7 @@ $(tests) $(twins): private libs += $(CMOCKA)
 $(by_mpi): $(OUT)/memscale_mpi.o
 $(by_mpi): private on_object += $(with_mpi)
 $(by_mpi): private libs += $(filter-out -isystem%,$(MPI))
-reads_json := examples/estimate examples/llama bench/finetune tests/fuzz_weights \
+reads_json := examples/estimate bench/ranks examples/llama bench/finetune tests/fuzz_weights \
               $(foreach t,test_estimate test_model_config test_weights,tests/$t tests/$(t)_cpp)
 $(reads_json:%=$(OUT)/%): private libs += $(CJSON)
 

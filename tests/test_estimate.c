@@ -127,13 +127,14 @@ static const struct {
     {"llama2-70B", 68976648192u},     {"llama3-70B", 70553706496u},
     {"qwen2.5-0.5B", 494032768u},     {"qwen2.5-1.5B", 1543714304u},
     {"qwen2.5-3B", 3085938688u},      {"qwen2.5-7B", 7615616512u},
-    {"qwen2.5-14B", 14770033664u},    {"qwen3-0.6B", 596049920u},
-    {"qwen3-1.7B", 1720574976u},      {"qwen3-4B", 4022468096u},
-    {"qwen3-8B", 8190735360u},        {"qwen3-14B", 14768307200u},
-    {"qwen3-32B", 32762123264u},      {"gemma2-2B", 2614341888u},
-    {"gemma2-9B", 9241705984u},       {"gemma2-27B", 27227128320u},
-    {"gemma3-270M", 268098176u},      {"gemma3-1B", 999885952u},
-    {"phi3-mini", 3821079552u},       {"phi4", 14659507200u},
+    {"qwen2.5-14B", 14770033664u},    {"qwen2.5-32B", 32763876352u},
+    {"qwen3-0.6B", 596049920u},       {"qwen3-1.7B", 1720574976u},
+    {"qwen3-4B", 4022468096u},        {"qwen3-8B", 8190735360u},
+    {"qwen3-14B", 14768307200u},      {"qwen3-32B", 32762123264u},
+    {"gemma2-2B", 2614341888u},       {"gemma2-9B", 9241705984u},
+    {"gemma2-27B", 27227128320u},     {"gemma3-270M", 268098176u},
+    {"gemma3-1B", 999885952u},        {"phi3-mini", 3821079552u},
+    {"phi4", 14659507200u},
 };
 enum { PUBLISHED = sizeof published / sizeof published[0] };
 
@@ -871,6 +872,67 @@ static void formats_are_said(void **state) {
         assert_true(is_json(p.out));
         t_text_has(p.out, all[i].json);
         t_text_has(p.out, "\"qkv_bias\": true");
+    }
+}
+
+/* Plans of a rank: what it holds, what it exchanges with the others, and the tokens of all of them. */
+static void several_ranks_share_a_model(void **state) {
+    (void)state;
+    static printed p;
+    estimate e, alone;
+    plan one, all, least;
+    prepare(&alone, "gpt2-124M", 1, 64);
+    prepare(&e, "gpt2-124M", 1, 64);
+    e.options.ranks = 4;
+    e.options.offloading = alone.options.offloading = MS_SWITCH_OFF;
+    assert_int_equal(choose_target(&e.options, &e.device), 0);
+    assert_string_equal(e.device.network, "pcie");
+    assert_int_equal(plan_plain(&e, 1, &all), 0);
+    assert_int_equal(plan_smallest(&e, 1, MS_MODE_BALANCED, &least), 0);
+    assert_int_equal(plan_smallest(&alone, 1, MS_MODE_BALANCED, &one), 0);
+    /* Plain: nothing is divided, and each gradient crosses the network twice, as Thakur et al. have it. */
+    const double gradients = 4.0 * (double)all.report.param_count;
+    assert_true((double)all.report.reduce_bytes >= 2.0 * gradients);
+    assert_true((double)all.report.reduce_bytes < 2.01 * gradients);
+    assert_int_equal(all.report.gather_bytes, 0);
+    for (int k = 0; k < SHARD_KINDS; k++) {
+        assert_int_equal(all.shards[k].divided, 0);
+        assert_int_equal(one.shards[k].divided, 0);
+    }
+    assert_int_equal(one.report.reduce_bytes + one.report.gather_bytes, 0);
+    assert_int_equal(all.shards[SHARD_STATE].all, all.report.param_count);
+    assert_int_equal(all.shards[SHARD_VALUE].all, all.report.param_count);
+    /* Smallest: all is, and values are gathered, those of weights twice. */
+    assert_int_equal(least.shards[SHARD_VALUE].divided, least.report.param_count);
+    assert_int_equal(least.shards[SHARD_STATE].divided, least.report.param_count);
+    assert_true((double)least.report.gather_bytes > 1.5 * gradients);
+    assert_true((double)least.report.reduce_bytes < 1.01 * gradients);
+    assert_true(2 * least.report.arena_bytes < one.report.arena_bytes);
+    run_small(&p, "--model gpt2-124M --gpu H100_80GB_SXM --ranks 8 --network nvlink --tokens 1024 "
+                  "--json");
+    assert_int_equal(p.status, STATUS_FITS);
+    assert_true(is_json(p.out));
+    t_text_has(p.out, "\"ranks\": 8");
+    t_text_has(p.out, "\"network\": \"nvlink\"");
+    t_text_has(p.out, "\"network_gb_per_s\": 360");
+    t_text_has(p.out, "\"accumulation_steps\": 2"); // of 64 tokens, by 8 ranks
+    t_text_has(p.out, "\"tokens\": 1024");
+    t_text_has(p.out, "\"params_divided\": ");
+    run_small(&p, "--model gpt2-124M --gpu 24G --ranks 2 --network 7.5");
+    assert_int_equal(p.status, STATUS_FITS);
+    t_text_has(p.out, "as given: each rank 7.5 GB/s");
+    t_text_has(p.out, "on each of 2 ranks (128 a step)");
+    t_text_has(p.out, "network busy");
+    static const char *const wrong[][2] = {
+        {"--network pcie", "--ranks counts"},
+        {"--ranks 2 --network none", "give 1e9 bytes a second"},
+        {"--ranks 2 --network nvlink --gpu 4090", "nvlink is that of"},
+        {"--ranks 1001", "at most 1000"},
+    };
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++) {
+        run_words(&p, wrong[i][0]);
+        assert_int_equal(p.status, STATUS_USAGE);
+        t_text_has(p.error, wrong[i][1]);
     }
 }
 
@@ -1836,6 +1898,7 @@ int main(void) {
         cmocka_unit_test(advice_says_what_is_rounded),
         cmocka_unit_test(the_largest_batch_is_the_largest_that_fits),
         cmocka_unit_test(the_numbers_for_programs_are_json),
+        cmocka_unit_test(several_ranks_share_a_model),
         cmocka_unit_test(the_largest_groups_are_kept),
         cmocka_unit_test(any_text_is_escaped),
         cmocka_unit_test(a_sweep_is_drawn_as_xml),

@@ -914,6 +914,76 @@ static void devices_are_found_by_a_part_of_their_name(void **state) {
     assert_int_equal(ms_hardware_find("nano 4gb")->kind, MS_DEVICE_INTEGRATED);
 }
 
+/* In any case, and whatever is between letters and digits. */
+static void networks_are_found_by_name(void **state) {
+    (void)state;
+    static const struct {
+        const char *name, *device;
+        double gb_per_s;
+        bool is_link;
+    } all[] = {
+        {"nvlink", "A100 80GB SXM", 0.8 * 300.0, false},
+        {"NVLink", "H100 80GB SXM", 0.8 * 450.0, false},
+        {"nvlink", "B200", 0.8 * 900.0, false},
+        {"pcie", "RTX 4090", 0.76 * 31.5, true},
+        {"PCIe", "B200", 0.76 * 63.0, true},
+        {"10gbe", "RTX 4090", 0.96 * 10.0 / 8.0, false},
+        {"25GbE", "RTX 4090", 0.96 * 25.0 / 8.0, false},
+        {"100GbE", "RTX 4090", 0.96 * 100.0 / 8.0, false},
+        {"InfiniBand HDR", "H100 80GB SXM", 0.96 * 200.0 / 8.0, false},
+        {"infiniband_ndr", "H100 80GB SXM", 0.96 * 400.0 / 8.0, false},
+        {"memory", "RTX 4090", 4.0, false},
+    };
+    static const char *const missed[] = {"", " - ", "infiniband", "nvlink2", "token ring"};
+    uint32_t count = 0;
+    for (; ms_network_at(count); count++) {
+        ms_hardware h = *ms_hardware_find("H200");
+        assert_true(ms_network_named(ms_network_at(count), &h));
+        assert_true(h.network_gb_per_s > 0.0 && h.network_us > 0.0);
+    }
+    assert_int_equal(count, 8);
+    assert_null(ms_network_at(UINT32_MAX));
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        ms_hardware h = *ms_hardware_find(all[i].device);
+        assert_true(ms_network_named(all[i].name, &h));
+        assert_true(fabs(h.network_gb_per_s / all[i].gb_per_s - 1.0) < 1e-9);
+        assert_int_equal(h.network_is_link, all[i].is_link);
+    }
+    for (size_t i = 0; i < sizeof missed / sizeof missed[0] + 2;
+         i++) { // then a device without, and NULL
+        ms_hardware h = *ms_hardware_find("RTX 4090");
+        const size_t names = sizeof missed / sizeof missed[0];
+        const char *name = i < names ? missed[i] : i == names ? "nvlink" : NULL;
+        const ms_hardware before = h;
+        assert_false(ms_network_named(name, &h));
+        assert_memory_equal(&h, &before, sizeof h);
+    }
+    assert_false(ms_network_named("pcie", NULL));
+    /* Without a link of its own a device has the typical one. */
+    ms_hardware none;
+    memset(&none, 0, sizeof none);
+    assert_true(ms_network_named("pcie", &none) && none.network_is_link);
+    assert_true(none.network_gb_per_s == 0.0);
+}
+
+/* Speeds of a network are refused as those of a device are. */
+static void a_network_that_is_none_is_an_error(void **state) {
+    (void)state;
+    static const double speeds[][2] = {{-1.0, 1.0}, {1.0, -1.0}, {NAN, 1.0}, {1.0, INFINITY}};
+    t_chain chain;
+    const ms_config config = t_config();
+    t_chain_start(&chain, &config, 2);
+    for (size_t i = 0; i < sizeof speeds / sizeof speeds[0]; i++) {
+        ms_hardware h = *ms_hardware_find("RTX 4090");
+        h.network_gb_per_s = speeds[i][0];
+        h.network_us = speeds[i][1];
+        ms_set_hardware(chain.model, &h);
+        t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
+        t_text_has(ms_last_error(chain.model), "network");
+    }
+    t_chain_end(&chain);
+}
+
 /* Where a name finds nothing, nothing is planned in silence for the device at hand. */
 static void a_device_that_is_not_found_is_an_error(void **state) {
     (void)state;
@@ -1017,6 +1087,8 @@ int main(void) {
         cmocka_unit_test(in_the_middle_of_a_step),
         cmocka_unit_test(built_in_devices),
         cmocka_unit_test(devices_are_found_by_a_part_of_their_name),
+        cmocka_unit_test(networks_are_found_by_name),
+        cmocka_unit_test(a_network_that_is_none_is_an_error),
         cmocka_unit_test(a_device_that_is_not_found_is_an_error),
         cmocka_unit_test(native_formats_are_those_that_the_kernel_lists),
     };

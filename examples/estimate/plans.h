@@ -199,7 +199,8 @@ static bool is_of_group(const value_group *g, const ms_lifetime *l) {
 }
 
 /* The bytes of so many elements of a value are less where a rank has a part of them. */
-static void keep_shard(const ms_lifetime *l, const plan_look *look) {
+static void keep_shard(const ms_lifetime *l, void *user) {
+    const plan_look *look = (const plan_look *)user;
     static const struct {
         ms_category category;
         shard_kind kind;
@@ -226,10 +227,8 @@ static void keep_shard(const ms_lifetime *l, const plan_look *look) {
 /* Counts a value at the peak. If there is no room for another group, a larger one replaces the
    smallest. */
 static void keep_value(const ms_lifetime *l, void *user) {
-    const plan_look *look = (const plan_look *)user;
-    plan *p = look->of;
+    plan *p = (plan *)user;
     int i = 0, least = 0;
-    keep_shard(l, look);
     for (; i < p->group_count && !is_of_group(&p->groups[i], l); i++) {
         least = group_bytes(&p->groups[i]) < group_bytes(&p->groups[least]) ? i : least;
     }
@@ -265,7 +264,10 @@ static int look_at_plan(ms_model *model, plan *p) {
         result = ms_visit_events(model, MS_PROGRAM_TRAIN, keep_event, p);
     }
     if (result == MS_RESULT_OK) {
-        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, &look);
+        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_value, p);
+    }
+    if (result == MS_RESULT_OK) {
+        result = ms_visit_lifetimes(model, MS_PROGRAM_TRAIN, keep_shard, &look);
     }
     if (result == MS_RESULT_OK) {
         result = ms_visit_decisions(model, keep_decision, p);
