@@ -981,7 +981,7 @@ static void a_network_that_is_none_is_an_error(void **state) {
         t_error(chain.model, ms_wrap(chain.model), MS_RESULT_INVALID);
         t_text_has(ms_last_error(chain.model), "network");
     }
-    t_chain_end(&chain);
+    ms_destroy(chain.model);
 }
 
 /* Where a name finds nothing, nothing is planned in silence for the device at hand. */
