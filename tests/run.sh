@@ -331,7 +331,7 @@ same() { # WHAT EXPECTED ACTUAL: files of sorted lines
         --new-line-format="$1 has beyond what is allowed: %L" "$2" "$3"
 }
 
-# Exactly the functions that the public half declares; the one of the CUDA part is MEMSCALE_CUDA_API.
+# Exactly the functions that the public half declares; those of CUDA, MPI and NCCL are MEMSCALE_CUDA_API.
 check_exports() {
     local object
     object=$(implementation -O0) || return 1
