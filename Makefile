@@ -76,10 +76,6 @@ endif
 ifeq ($(origin CJSON),undefined)
 CJSON := $(call try,cjson/cJSON.h,cJSON_Parse == 0,-DMODEL_SHAPE_CJSON -lcjson)
 endif
-# For trainers that mpirun starts: what mpicc would add to the command of a compiler.
-ifeq ($(origin MPI),undefined)
-MPI := $(call try,mpi.h,MPI_VERSION < 3,$(patsubst -I%,-isystem%,$(wordlist 2,99,$(shell mpicc -show 2>/dev/null))))
-endif
 ifeq ($(origin NVCC),undefined)
 NVCC := $(or $(shell command -v nvcc 2>/dev/null),$(lastword $(wildcard /usr/local/cuda*/bin/nvcc)))
 endif
@@ -90,14 +86,19 @@ endif
 ifeq ($(origin SDL),undefined)
 SDL := $(call try,SDL2/SDL.h,SDL_WasInit == 0,-DENGINE_SDL -I/usr/include/SDL2 -lSDL2)
 endif
+# For trainers that mpirun starts, and tests/mpi_comm.c. The compilers of Open MPI and MPICH say what they would add to a command.
+ifeq ($(origin MPI),undefined)
+MPI := $(patsubst -I%,-isystem%,$(filter -I% -L% -l% -Wl% -pthread,$(shell mpicc -show 2>/dev/null)))
+MPI := $(if $(MPI),$(call try,mpi.h,MPI_VERSION < 3,$(MPI)))
+endif
 has_cxx := $(shell command -v $(CXX) 2>/dev/null)
-export OPENMP CBLAS CMOCKA CJSON MPI NVCC PNG SDL
+export OPENMP CBLAS CMOCKA CJSON NVCC PNG SDL MPI
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
          $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.) \
          $(if $(CJSON),,no cJSON (libcjson-dev): estimate reads no config.json.) \
-         $(if $(MPI),,no MPI (libopenmpi-dev): trainers run as one rank.) \
+         $(if $(MPI),,no MPI (openmpi-bin libopenmpi-dev): trainers run as one rank.) \
          $(if $(NVCC),,no nvcc (CUDA toolkit): nothing is built for a GPU.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
@@ -197,6 +198,13 @@ $(OUT)/%: %/main.c $(OUT)/flags
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CXX) $@) $(twin) $(on_object) $(depends) -o $(beside) $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
+
+# Each holds the implementation; in the second what MPI cannot count in one call begins at 1,000 elements.
+mpi_programs := $(addprefix $(OUT)/tests/,mpi_comm mpi_comm_pieces)
+$(OUT)/tests/mpi_comm_pieces: private CFLAGS += -DMSI_MPI_MOST=1000
+$(mpi_programs): tests/mpi_comm.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(compile) $(depends) -o $(beside) $< $(LDFLAGS) $(libs) $(MPI) $(in_place)
 
 # It has a job system of its own.
 engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)
