@@ -28,7 +28,7 @@ static double draw_unit(trainer *t) {
 }
 
 /* How many positions of a sequence are to be guessed: the same in each, so that the factor of the
-   loss is the same in every step. */
+   loss, which is for the sum over all ranks, is the same in every step. */
 static int64_t masked_count(int64_t sequence) {
     const int64_t count = (sequence * MASKED_PERCENT + 50) / 100;
     return count > 0 ? count : 1;
@@ -55,7 +55,7 @@ static void mask_sequence(trainer *t, int32_t *tokens, int32_t *targets) {
 
 static void draw_batch(trainer *t) {
     const int64_t sequence = t->shape.sequence;
-    const int64_t guesses = t->shape.batch * masked_count(sequence);
+    const int64_t guesses = t->shape.batch * masked_count(sequence) * (int64_t)ranks_job.count;
     for (int64_t b = 0; b < t->shape.batch; b++) {
         draw_window(t, sequence);
         mask_sequence(t, t->tokens + b * sequence, t->targets + b * sequence);

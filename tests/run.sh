@@ -986,7 +986,7 @@ check quick 'bench/finetune: what is written is what was trained' check_finetune
 check quick 'examples/llama: lent weights train as others do' check_lending
 check quick 'examples/gpt2: two ranks, and one with twice the batches' 'check_ranks 1 gpt2'
 check broad 'examples/gpt2: two ranks that accumulate, clip and drop' \
-    'check_ranks 2 gpt2 --clip 0.5 --dropout 0.1 --budget smallest'
+    'check_ranks 2 gpt2 --clip 0.5 --dropout 0.1 --mode aggressive'
 check broad 'examples/bert: two ranks' 'check_ranks 1 bert --precision f16'
 check broad 'examples/llama: two ranks' 'check_ranks 1 llama --precision bf16 --mode aggressive'
 while read -r tier line; do
