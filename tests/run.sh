@@ -438,7 +438,7 @@ check_ranks() { # BATCHES OF A STEP AND RANK, PROGRAM, ARGUMENTS
     [ -n "$MPI" ] || skip 'no MPI'
     need mpirun
     build quick $program || return 1
-    set -- --preset tiny --sequence 16 --batch 2 --steps 20 --budget plain "$@" README.md
+    set -- --preset tiny --sequence 16 --batch 2 --steps 20 --budget 2M "$@" README.md
     losses() { awk '$1 == "step" { print $2, $5 } $1 == "held" { print $1, $4 }'; }
     $program --accumulate $((2 * batches)) "$@" | losses > $log || return 1
     for level in off state gradients values; do
