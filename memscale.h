@@ -2265,6 +2265,11 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
    params have been updated, or ms_gradient_norm was called, since ms_backward). */
 MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
+/* The sums over all ranks of so many numbers that each rank has, in their place; the same bits on all
+   ranks, which all call it. Such as the tokens of a batch that count, for ms_set_loss_factor, where
+   ranks have different numbers of them. Stream: waits. Errors: INVALID, OUT_OF_MEMORY, RANKS. */
+MEMSCALE_API_CHECKED ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32_t count);
+
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
    If c is a batch, a and b are each a batch of the same size or one matrix for all. On the CPU,
@@ -6310,6 +6315,24 @@ static MSI_COLD ms_result msi_agree_on_result(ms_model *m, const char *function,
                               ms_result_name((ms_result)all[r]));
         }
     }
+    return result;
+}
+
+static MSI_COLD ms_result msi_sum_over_ranks(ms_model *m, double *values, uint32_t count) {
+    const uint64_t bytes = count * (uint64_t)sizeof(double), room = m->ranks.count * bytes;
+    if (m->ranks.count < 2 || m->config.dry_run || count == 0) {
+        return MS_RESULT_OK;
+    }
+    double *all = (double *)msi_alloc(&m->config.allocator, room);
+    ms_result result = all ? msi_exchange_bytes(m, values, all, bytes)
+                           : msi_fail_memory(m, "the numbers of all ranks", room);
+    for (uint32_t k = 0; k < count && result == MS_RESULT_OK; k++) {
+        values[k] = 0.0;
+        for (uint32_t r = 0; r < m->ranks.count; r++) {
+            values[k] += all[(size_t)r * count + k];
+        }
+    }
+    msi_release(&m->config.allocator, all, room);
     return result;
 }
 
@@ -18310,7 +18333,7 @@ static msi_found msi_search_of(msi_found found) {
 /* Whether two searches are the same, where groups in tiles make a difference or do not. */
 static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
     return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           a->sharding == b->sharding && (a->tiles == b->tiles || !has_tiles);
+           (a->tiles == b->tiles || !has_tiles);
 }
 
 /* Notes which search has found a plan, unless that has found a better one, or another list the same
@@ -22588,17 +22611,19 @@ static void msi_relax_updates(msi_solver *s) {
 typedef struct msi_level {
     msi_sharding sharding;
     double us, bound_us; // as in msi_rounding
-    uint64_t least_bytes;
+    uint64_t least_bytes, resident_bytes;
 } msi_level;
 
 enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
 
+/* Levels in which something fits come first; of these, those that need not move what is resident. */
 static bool msi_level_comes_before(const msi_search *s, const msi_level *a, const msi_level *b) {
-    const bool large = a->least_bytes > s->budget;
-    return large != (b->least_bytes > s->budget) ? !large
-           : large                               ? a->least_bytes < b->least_bytes
-           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
-                                                                    : a->us < b->us;
+    const bool large = a->least_bytes > s->budget, moves = a->resident_bytes > s->budget;
+    return large != (b->least_bytes > s->budget)      ? !large
+           : large                                    ? a->least_bytes < b->least_bytes
+           : moves != (b->resident_bytes > s->budget) ? !moves
+           : moves                                    ? a->resident_bytes < b->resident_bytes
+                                                      : a->us < b->us;
 }
 
 /* What may be divided, the level whose plans may be fastest first. Returns how many levels. */
@@ -22617,6 +22642,7 @@ static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_lev
         msi_begin_rounding(search, 0, 0, decisions);
         one.us = msi_estimate(s->scorer, decisions).us;
         one.bound_us = msi_bound_us(search, one.us);
+        one.resident_bytes = s->scorer->program->layout.resident_bytes;
         msi_decide_squeezed(search, decisions);
         one.least_bytes = msi_estimate(s->scorer, decisions).live_bytes;
         uint32_t at = count++;
@@ -22629,11 +22655,16 @@ static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_lev
     return count;
 }
 
-/* Searches the plans with the shards at hand, as a plan was found or, if NULL, by all searches. */
-static void msi_search_level(const msi_solver *s, msi_search *search, const msi_found *found) {
-    if (found) {
-        msi_search_list(s, search, found->rounding, 0, found);
-    } else if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
+/* Whether no plan of a level can be better than the best so far. */
+static bool msi_is_hopeless_level(const msi_search *search, const msi_level *level) {
+    const uint64_t least = level->least_bytes - level->least_bytes / 8;
+    return search->fits ? level->bound_us >= search->best_score.us || least > search->budget
+                        : search->found && search->budget == 0 && least > search->best_score.bytes;
+}
+
+/* Searches the plans with the shards at hand. */
+static void msi_search_level(const msi_solver *s, msi_search *search) {
+    if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
     } else {
         msi_search_list(s, search, 0, 0, NULL);
@@ -22641,23 +22672,16 @@ static void msi_search_level(const msi_solver *s, msi_search *search, const msi_
 }
 
 /* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
-   msi_share_less takes back what turns out not to be needed. The level that may be fastest is searched
-   first and in full, the others as the best plan so far was found, unless nothing fits yet. */
+   msi_share_less takes back what turns out not to be needed. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     msi_level list[MSI_LEVELS];
     const uint32_t count = msi_list_levels(s, search, list);
     const double least_us = search->least_us;
     for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
-        const msi_found best = search->best_how;
-        const bool hopeless =
-            search->fits && (list[k].bound_us >= search->best_score.us ||
-                             list[k].least_bytes - list[k].least_bytes / 8 > search->budget);
-        const bool larger =
-            k > 0 && search->budget == 0 && list[k].least_bytes >= search->best_score.bytes;
-        if (!hopeless && !larger) {
+        if (!msi_is_hopeless_level(search, &list[k])) {
             search->least_us = least_us;
             search->how.sharding = list[k].sharding;
-            msi_search_level(s, search, k > 0 && search->fits && !best.tiles ? &best : NULL);
+            msi_search_level(s, search);
         }
     }
     search->least_us = least_us;
@@ -22823,17 +22847,23 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         msi_grouping_free(&c);
     }
     search->tilings = &tilings;
-    for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
-        uint32_t first = 0;
-        while (!msi_is_same_search(&guide->ranks[first], &guide->ranks[k], tilings.end[1] > 0)) {
-            first++;
-        }
-        const msi_found *found = &guide->ranks[k];
-        if (first == k) {
-            search->how.sharding = found->sharding;
-            msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0, found);
+    msi_level levels[MSI_LEVELS];
+    const uint32_t level_count = msi_list_levels(s, search, levels);
+    for (uint32_t n = 0; n < level_count; n++) {
+        for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
+            const msi_found *found = &guide->ranks[k];
+            uint32_t first = 0;
+            while (!msi_is_same_search(&guide->ranks[first], found, tilings.end[1] > 0)) {
+                first++;
+            }
+            if (first == k && !msi_is_hopeless_level(search, &levels[n])) {
+                search->how.sharding = levels[n].sharding;
+                msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0,
+                                found);
+            }
         }
     }
+    search->how.sharding = MSI_SHARDS_NOTHING;
     if (!search->found && !msi_is_short(s->scorer)) {
         msi_propose_squeezed(s, search, MSI_NO_BUDGET); // the host may be short for all others
     }
@@ -23672,7 +23702,7 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
    written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
-    MSI_PLAN_VERSION = 1,
+    MSI_PLAN_VERSION = 2,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
     MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
@@ -23710,6 +23740,7 @@ static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t)
 #define MSI_MODEL_TERMS(X)                                                                         \
     X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
     X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
+    X("number of ranks (ms_config.comm)", m->ranks.count)                                          \
     X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
     X("precision: mixed_dtype or master_weights",                                                  \
       f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
@@ -23945,6 +23976,9 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                    (d->format != x->format &&
                     (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0))
                ? MS_TECHNIQUE_MIXED_PRECISION
+           : d->sharding != home->sharding || d->sharding > (uint8_t)msi_most_sharding(s, t, d) ||
+                   (d->sharding > x->least_sharding && !(may & MSI_SHARDING))
+               ? MS_TECHNIQUE_SHARDING
            : d->state_8bit != home->state_8bit ||
                    (d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
                                                   (may & MSI_8BIT) != 0, x))
@@ -27964,12 +27998,29 @@ static MSI_COLD uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) 
                                                                     : store->resident_of[tensor];
 }
 
+/* Of a param of which this rank has a shard: sets the whole value that the call at hand has. */
+static MSI_COLD bool msi_set_gathered(const msi_trial *t, msi_staged *s) {
+    bool is_there = false;
+    for (MSI_STAGED(own, t, MSI_SET_OWN)) {
+        if (own->tensor == s->tensor && own->group == MSI_GROUP_PARAM && own->before) {
+            s->before = own->before;
+            s->before_dtype = own->before_dtype;
+            s->kept_dtype = own->kept_dtype;
+            is_there = true;
+        }
+    }
+    return is_there;
+}
+
 /* Sets the value that a recomputation would read: what its layer has made in this step, or a
    resident. False: there is none. */
 static MSI_COLD bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
     const msi_original *made = &d->originals[s->tensor];
     const uint32_t resident = msi_resident_read(t, s->tensor);
+    if (resident != MSI_NONE && t->program->code.ranges.items[resident].is_shard) {
+        return msi_set_gathered(t, s);
+    }
     if (resident != MSI_NONE) {
         const uint8_t format = t->program->code.ranges.items[resident].format;
         s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
@@ -34272,6 +34323,11 @@ static ms_result msi_begin_passes(ms_model *m, const char *function) {
     const ms_result result = msi_check_start(m, function, true);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed   ? msi_fail_changed(m, function)
+           : m->ranks.count > 1
+               ? msi_fail(m, MS_RESULT_UNSUPPORTED,
+                          "%s: not with several ranks: run it with one, whose plans differ from "
+                          "theirs in nothing that rounds",
+                          function)
            : m->run.progress != MSI_PROGRESS_NONE
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: a step is under way: complete it with ms_backward and ms_update "
@@ -37338,6 +37394,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     msi_tensor *value = &model->graph.tensors.items[t];
     const msi_format created = msi_known_format(value, role);
     const bool is_rounded = resident && resident->format != created;
+    if (memory.shard > 0) {
+        return NULL;
+    }
     value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
     return memory.format == created && !is_rounded ? memory.target : NULL;
 }
@@ -37466,6 +37525,15 @@ MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
 
 MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
     return MSI_MADE(model, msi_set_gradient_factor(model, __func__, factor));
+}
+
+MEMSCALE_API ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32_t count) {
+    if (!model || !values) {
+        return msi_fail_argument(model, __func__, "an argument is NULL");
+    }
+    ms_result result = MSI_MADE(model, msi_check_called(model, __func__));
+    MSI_THEN(result, msi_sum_over_ranks(model, values, count));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {

@@ -61,7 +61,7 @@ typedef struct run {
     rd_graph *graph; // of each rank, a copy
     uint32_t ranks, micros, steps;
     uint64_t seed; // of what is forced; 0: nothing is
-    bool halves;
+    bool halves, replans;
     double losses[MOST_RANKS][STEPS];
     seen *seen[MOST_RANKS];
     char failure[MOST_RANKS][RD_TEXT];
@@ -121,10 +121,34 @@ static void begin_pass(rd_net *n, uint32_t micro) {
     }
 }
 
+/* Another plan between two steps: for another budget, or the plain one. */
+static bool replan(run *r, rd_net *n, uint32_t step) {
+    ms_memory_report report;
+    if (!r->replans || step == 0) {
+        return true;
+    }
+    if (step == 2) {
+        return is_ok(n, ms_detach(n->model), "ms_detach");
+    }
+    if (!is_ok(n, ms_report(n->model, &report), "ms_report")) {
+        return false;
+    }
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const rd_value *v = &n->run.graph->value[i];
+        if (v->role == RD_PARAM && rd_is_float(v)) {
+            const ms_switch force = ((r->seed >> 3) + i) % 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_SHARDING, force);
+        }
+    }
+    const ms_result result = ms_wrap(n->model);
+    return result == MS_RESULT_INVALID || is_ok(n, result, "ms_wrap again");
+}
+
 static bool train(run *r, uint32_t rank, rd_net *n) {
     bool fine = rd_net_write(n, 0, false);
     for (uint32_t step = 0; step < r->steps && fine; ++step) {
         double loss = 0.0, sum = 0.0;
+        fine = replan(r, n, step);
         for (uint32_t micro = 0; micro < r->micros && fine; ++micro) {
             begin_pass(n, micro);
             const uint64_t round = 1 + (step * r->micros + micro) * r->ranks + rank;
@@ -151,6 +175,9 @@ static void *work(uint32_t rank, void *argument) {
     config.comm_timeout = 20.0;
     rd_net *n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
     r->seen[rank]->used = r->seen[rank]->count = 0;
+    if (r->halves) {
+        rd_force_half(n, r->graph[rank].seed);
+    }
     if (r->seed) {
         force(n, r->seed);
     }
@@ -158,10 +185,13 @@ static void *work(uint32_t rank, void *argument) {
     if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
         rd_net_destroy(n);
         n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
+        if (r->halves) {
+            rd_force_half(n, r->graph[rank].seed);
+        }
         result = ms_wrap(n->model);
     }
     if (getenv("SHOW") && rank == 0) {
-        (void)ms_print_program(n->model, MS_PROGRAM_TRAIN, show, NULL);
+        (void)is_ok(n, ms_print_program(n->model, MS_PROGRAM_TRAIN, show, NULL), "");
     }
     if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
         ms_memory_report report;
@@ -175,9 +205,11 @@ static void *work(uint32_t rank, void *argument) {
 }
 
 static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, uint64_t seed,
-                      const ms_config *config) {
+                      const ms_config *config, bool halves) {
     run *r = (run *)calloc(1, sizeof *r);
     assert_non_null(r);
+    r->halves = halves;
+    r->replans = seed % 3 == 1 && !halves; // a detached plan rounds nothing
     r->graph = (rd_graph *)malloc(ranks * sizeof *r->graph);
     r->ranks = ranks;
     r->micros = micros;
@@ -192,12 +224,15 @@ static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, ui
     }
     tc_open(&r->world, ranks);
     assert_true(tc_run(&r->world, work, r));
+    bool failed = false;
     for (uint32_t k = 0; k < ranks; ++k) {
         if (r->failure[k][0]) {
-            fail_msg("seed %llu: rank %u of %u: %s", (unsigned long long)graph->seed, (unsigned)k,
-                     (unsigned)ranks, r->failure[k]);
+            print_error("seed %llu: rank %u of %u: %s\n", (unsigned long long)graph->seed,
+                        (unsigned)k, (unsigned)ranks, r->failure[k]);
+            failed = true;
         }
     }
+    assert_false(failed);
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
         r->calls[kind] = r->world.ranks[0].calls_of[kind];
     }
@@ -228,6 +263,9 @@ static void assert_same(const rd_graph *g, const seen *a, const seen *b, const c
 /* Graphs whose numbers do not depend on how a batch is divided: no state that forward changes. */
 static rd_graph *graph_for_ranks(uint64_t seed) {
     rd_graph *g = rd_generate(seed);
+    if (seed % 5 == 2) {
+        rd_random_dtypes(g, seed + 99);
+    }
     return g;
 }
 
@@ -240,14 +278,22 @@ static void test_random_graphs(void **state) {
         const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
         rd_graph *g = graph_for_ranks(seed);
         ms_config config = t_config();
+        const bool halves = seed % 5 == 2;
+        config.master_weights = seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        if (halves && t_is_built_in((int)g->optimizer.kind) && seed % 8 == 3) {
+            config.mixed_dtype = MS_DTYPE_F16;
+            config.early_update = MS_SWITCH_OFF;
+            config.loss_scaling.initial = 4096.0f;
+        }
         const uint32_t ranks = 2 + (uint32_t)(seed % 3), micros = g->accumulation;
-        run *plain = run_ranks(g, ranks, micros, 0, &config);
+        run *plain = run_ranks(g, ranks, micros, 0, &config, halves);
         for (uint32_t r = 1; r < ranks; ++r) {
             assert_same(g, plain->seen[0], plain->seen[r], "ranks");
             assert_memory_equal(plain->losses[0], plain->losses[r], sizeof plain->losses[0]);
         }
         config.force_optimize = seed % 4 == 3;
-        run *sharded = run_ranks(g, ranks, micros, seed + 1, &config);
+        config.debug = seed % 7 == 3;
+        run *sharded = run_ranks(g, ranks, micros, seed + 1, &config, halves);
         for (uint32_t r = 1; r < ranks; ++r) {
             assert_same(g, sharded->seen[0], sharded->seen[r], "ranks with shards");
         }
