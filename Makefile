@@ -9,7 +9,7 @@
 #   werror=1                                        warnings are errors
 #   V=1                                             show the commands
 #   CC, CXX, CFLAGS, LDFLAGS                        as usual; CFLAGS come last and win
-#   OPENMP= CBLAS= CJSON= PNG= SDL=                 build without what was found
+#   OPENMP= CBLAS= CJSON= PNG= SDL= MPI=            build without what was found
 #   NVCC=/usr/local/cuda/bin/nvcc                   of make cuda, where it is not on the PATH
 #   CUDA_CODES="sm_90"                              the machine code that it makes; default: 7.5 to 12.0, or
 #                                                   for make gpu-first and the like that of the GPU here
@@ -86,13 +86,19 @@ endif
 ifeq ($(origin SDL),undefined)
 SDL := $(call try,SDL2/SDL.h,SDL_WasInit == 0,-DENGINE_SDL -I/usr/include/SDL2 -lSDL2)
 endif
+# For tests/mpi_comm.c. The compilers of Open MPI and MPICH say what they would add to a command.
+ifeq ($(origin MPI),undefined)
+MPI := $(patsubst -I%,-isystem %,$(filter -I% -L% -l% -Wl% -pthread,$(shell mpicc -show 2>/dev/null)))
+MPI := $(if $(MPI),$(call try,mpi.h,MPI_VERSION < 3,$(MPI)))
+endif
 has_cxx := $(shell command -v $(CXX) 2>/dev/null)
-export OPENMP CBLAS CMOCKA CJSON NVCC PNG SDL
+export OPENMP CBLAS CMOCKA CJSON NVCC PNG SDL MPI
 
 lacks := $(if $(OPENMP),,no OpenMP: one thread only.) \
          $(if $(CBLAS),,no CBLAS (libopenblas-openmp-dev): matrix products several times slower.) \
          $(if $(CMOCKA),,no cmocka (libcmocka-dev): most tests are skipped.) \
          $(if $(CJSON),,no cJSON (libcjson-dev): estimate reads no config.json.) \
+         $(if $(MPI),,no MPI (openmpi-bin libopenmpi-dev): ms_comm_mpi is not tested.) \
          $(if $(NVCC),,no nvcc (CUDA toolkit): nothing is built for a GPU.)
 ifeq ($(MAKELEVEL),0)
 ifneq ($(strip $(lacks)),)
@@ -183,6 +189,13 @@ $(OUT)/%: %/main.c $(OUT)/flags
 $(OUT)/%_cpp: %.c $(OUT)/flags
 	@mkdir -p $(@D)
 	$(call say,$(CXX) $@) $(twin) $(on_object) $(depends) -o $(beside) $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
+
+# Each holds the implementation; in the second what MPI cannot count in one call begins at 1,000 elements.
+mpi_programs := $(addprefix $(OUT)/tests/,mpi_comm mpi_comm_pieces)
+$(OUT)/tests/mpi_comm_pieces: private CFLAGS += -DMSI_MPI_MOST=1000
+$(mpi_programs): tests/mpi_comm.c $(OUT)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(compile) $(depends) -o $(beside) $< $(LDFLAGS) $(libs) $(MPI) $(in_place)
 
 # It has a job system of its own.
 engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)

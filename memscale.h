@@ -34,8 +34,8 @@
     MEMSCALE_IMPLEMENTATION   emit the function bodies; works at a second include too
     MEMSCALE_CUDA_IMPLEMENTATION
                               emit the CUDA backend, in a file for nvcc; alone or with the above
-    MEMSCALE_STATIC           make every function except ms_backend_cuda static: one private copy
-                              per translation unit
+    MEMSCALE_STATIC           make every function except those of CUDA, MPI and NCCL static: one
+                              private copy per translation unit
     MEMSCALE_CBLAS            ms_gemm calls cblas_sgemm of <cblas.h> for F32 operands; default, and
                               for F16 and BF16: a built-in kernel
     MEMSCALE_MPI              define ms_comm_mpi, for ranks that are processes of MPI, by <mpi.h>
@@ -312,7 +312,7 @@
 #ifdef MEMSCALE_API
 #define MEMSCALE_CUDA_API MEMSCALE_API
 #else
-#define MEMSCALE_CUDA_API MEMSCALE_EXTERN // even if static: nvcc may compile it in another file
+#define MEMSCALE_CUDA_API MEMSCALE_EXTERN // even if static: another file may have this part
 #ifndef MEMSCALE_STATIC
 #define MEMSCALE_API MEMSCALE_EXTERN
 #elif defined(__GNUC__)
@@ -1691,34 +1691,32 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device);
 
 /* Ranks that are processes of an MPI job: `communicator` is the address of an MPI_Comm, NULL:
    MPI_COMM_WORLD. It is duplicated, so all its ranks call this at once. Defined where MEMSCALE_MPI is.
-   Sums in 16 bits are rounded to the nearest after each addition, in the order that MPI chooses. Of a
-   reduce_scatter in place the other parts stay as they are. A timeout_s of 0 is no limit. The library
-   calls MPI on a thread of its own, and meanwhile no other thread may, unless MPI_Init_thread has
-   granted MPI_THREAD_MULTIPLE; with less than MPI_THREAD_SERIALIZED (on_calling_thread) on the thread
-   that trains. After a timeout MPI may still write to memory that it was given: end the process.
-   Errors: INVALID (MPI is not initialized), OUT_OF_MEMORY, RANKS (MPI has failed): then comm->name says
-   what is wrong, and ms_create refuses the comm. */
-MEMSCALE_API_CHECKED ms_result ms_comm_mpi(const void *communicator, ms_comm *comm);
+   Sums in 16 bits are rounded to the nearest after each addition, in the order that MPI chooses. A
+   timeout_s of 0 is no limit. The library calls MPI on a thread of its own, and meanwhile no other may,
+   unless MPI_Init_thread has granted MPI_THREAD_MULTIPLE; with less than MPI_THREAD_SERIALIZED
+   (on_calling_thread), on the thread that trains. After a timeout MPI may still write to memory that it
+   was given: end the process. Errors: INVALID (MPI is not running), OUT_OF_MEMORY, RANKS (MPI has
+   failed); comm->name then says what is wrong, and ms_create refuses the comm. */
+MEMSCALE_CUDA_API MEMSCALE_NODISCARD ms_result ms_comm_mpi(const void *communicator, ms_comm *comm);
 
-/* Ranks with a GPU each, by NCCL (2.14 or newer), in processes or threads. Defined where MEMSCALE_NCCL
-   is. All call ms_comm_nccl with the same id, each with its device current (cudaSetDevice). It waits
-   for all of them, 300 s at most; after errors (INVALID, OUT_OF_MEMORY, RANKS) comm->name is as above.
-   One rank makes the id, and hands it to the others: by any comm between hosts (ms_nccl_share_id, which
-   all ranks of that call: rank 0 makes it); or by a file (ms_nccl_id_in_file: rank 0 makes and writes
-   it, the others wait for it, timeout_s at most). The path must be new: a file of an earlier run gives
-   an id that nobody answers. Errors: INVALID, RANKS, FILE (it cannot be written, or did not come). */
+/* Ranks with a GPU each, by NCCL (2.14 or newer). Defined where MEMSCALE_NCCL is. All call ms_comm_nccl
+   with the same id, each with its device current (cudaSetDevice); it waits for all, 300 s at most. One
+   makes the id for the others, who get it by any comm between hosts (ms_nccl_share_id: rank 0 of that
+   makes it, and all its ranks call it), or by a file (ms_nccl_id_in_file: rank 0 writes it, the others
+   wait for it, timeout_s at most). The path must be new: a file of an earlier run has an id that nobody
+   answers. Errors: INVALID, OUT_OF_MEMORY, RANKS, FILE (it cannot be written, or does not come). */
 typedef struct ms_nccl_id {
     char bytes[128];
 } ms_nccl_id;
-MEMSCALE_API_CHECKED ms_result ms_nccl_make_id(ms_nccl_id *id);
-MEMSCALE_API_CHECKED ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id);
-MEMSCALE_API_CHECKED ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
-                                                  ms_nccl_id *id);
-MEMSCALE_API_CHECKED ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
-                                            ms_comm *comm);
+MEMSCALE_CUDA_API MEMSCALE_NODISCARD ms_result ms_nccl_make_id(ms_nccl_id *id);
+MEMSCALE_CUDA_API MEMSCALE_NODISCARD ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id);
+MEMSCALE_CUDA_API MEMSCALE_NODISCARD ms_result ms_nccl_id_in_file(const char *path, uint32_t rank,
+                                                                  double timeout_s, ms_nccl_id *id);
+MEMSCALE_CUDA_API MEMSCALE_NODISCARD ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank,
+                                                            uint32_t count, ms_comm *comm);
 
-/* Frees what any comm has made, after the last model that uses it; NULL and a zeroed one are fine. One
-   of MPI is closed by all ranks, before MPI_Finalize. */
+/* Frees what a comm has made, after the last model that uses it; NULL and a zeroed one are fine. One of
+   MPI is closed by all ranks, before MPI_Finalize. */
 MEMSCALE_API void ms_comm_close(ms_comm *comm);
 
 /* Memory for the transient values of several models, of which only one trains at a time: a
@@ -38552,72 +38550,72 @@ typedef struct msi_comm_call {
     char text[256];
 } msi_comm_call;
 
+static int msi_comm_enter(msi_comm_call *call, const ms_collective *c, const char *name,
+                          bool adds) {
+    const bool is_taken = c->dtype == MS_DTYPE_F32 || c->dtype == MS_DTYPE_BF16 ||
+                          c->dtype == MS_DTYPE_F16 || (c->dtype == MS_DTYPE_I8 && !adds);
+    call->name = name;
+    call->limit_s = c->timeout_s;
+    return msi_flag_is_set(&call->is_ended) ? MSI_COMM_ENDED : is_taken ? 0 : MSI_COMM_DTYPE;
+}
+
 /* NULL: the number is not one of ours. */
 static MSI_COLD const char *msi_comm_text(msi_comm_call *c, int error) {
-    switch (error) {
-    case MSI_COMM_LATE:
-        msi_write_text(c->text, sizeof c->text,
-                       "rank %u of %u has waited %.1f s for another one in %s: it has ended, is "
-                       "stuck, or needs longer (comm_timeout)",
-                       c->rank, c->count, c->limit_s, c->name);
-        return c->text;
-    case MSI_COMM_ENDED:
-        return "this rank has ended it";
-    case MSI_COMM_DTYPE:
-        return "sums are of F32, BF16 or F16; other collectives also of I8";
-    }
-    return NULL;
+    msi_write_text(c->text, sizeof c->text,
+                   "rank %u of %u has waited %.1f s for another one in %s: it has ended, is stuck, "
+                   "or needs longer (comm_timeout)",
+                   c->rank, c->count, c->limit_s, c->name);
+    return error == MSI_COMM_LATE    ? c->text
+           : error == MSI_COMM_ENDED ? "this rank has ended it"
+           : error == MSI_COMM_DTYPE ? "sums are of F32, BF16 or F16; other collectives also of I8"
+                                     : NULL;
 }
 
 #if defined(MSI_CLOCK) && defined(__linux__) && !defined(CLOCK_MONOTONIC) // strict C: see MSI_CLOCK
 extern int nanosleep(const msi_timespec *rest, msi_timespec *left);
 #endif
 
-/* Between two questions whether something is done: lets other threads run, and after busy_us sleeps, a
-   sixteenth of the time that has passed, 1 ms at most. */
-static void msi_comm_rest(double waited_us, double busy_us) {
+/* Between two questions whether something is done. Lets other threads run, and after busy_us sleeps, a
+   sixteenth of the time that has passed, 1 ms at most. 0: ask again. */
+static int msi_comm_rest(const msi_comm_call *c, double waited_us, double busy_us) {
     const double rest_us = waited_us < busy_us ? 0.0 : waited_us < 16000.0 ? waited_us / 16 : 1e3;
 #if defined(_WIN32)
     Sleep(rest_us < 1e3 ? 0 : 1);
+#elif defined(MSI_CLOCK)
+    const msi_timespec rest = {0, (long)(1e3 * rest_us)};
+    (void)(rest_us > 0.0 ? nanosleep(&rest, NULL) : sched_yield());
 #else
-#ifdef MSI_CLOCK
-    if (rest_us > 0.0) {
-        const msi_timespec rest = {0, (long)(1e3 * rest_us)};
-        (void)nanosleep(&rest, NULL);
-        return;
-    }
+    (void)(rest_us + sched_yield());
 #endif
-    (void)rest_us;
-    (void)sched_yield();
-#endif
+    return msi_flag_is_set(&c->is_ended)                      ? MSI_COMM_ENDED
+           : c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s ? MSI_COMM_LATE
+                                                              : 0;
 }
 
-/* 0: go on waiting. */
-static int msi_comm_waits(const msi_comm_call *c, double waited_us, double busy_us) {
-    if (msi_flag_is_set(&c->is_ended)) {
-        return MSI_COMM_ENDED;
-    }
-    if (c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s) {
-        return MSI_COMM_LATE;
-    }
-    msi_comm_rest(waited_us, busy_us);
-    return 0;
+static ms_comm msi_comm_of(const char *name, void *user, const msi_comm_call *call) {
+    ms_comm comm = MSI_ZERO_INIT;
+    comm.size = sizeof comm;
+    comm.name = name;
+    comm.user = user;
+    comm.rank = call->rank;
+    comm.count = call->count;
+    return comm;
 }
 
-/* A comm that ms_create refuses, with the reason. */
+/* A comm of no ranks, which ms_create refuses, with the reason. */
 static MSI_COLD ms_result msi_comm_refuse(ms_comm *comm, ms_result result, const char *reason) {
+    const msi_comm_call none = MSI_ZERO_INIT;
     if (comm) {
-        memset(comm, 0, sizeof *comm);
-        comm->size = sizeof *comm;
-        comm->name = reason;
+        *comm = msi_comm_of(reason, NULL, &none);
     }
     return result;
 }
 
-static bool msi_comm_takes(ms_dtype dtype, bool adds) {
-    return dtype == MS_DTYPE_F32 || dtype == MS_DTYPE_BF16 || dtype == MS_DTYPE_F16 ||
-           (dtype == MS_DTYPE_I8 && !adds);
-}
+#define MSI_COMM_FUNCTIONS(X)                                                                      \
+    X(all_reduce)                                                                                  \
+    X(reduce_scatter)                                                                              \
+    X(all_gather)                                                                                  \
+    X(broadcast) X(barrier) X(group_begin) X(group_end) X(abort) X(error_text) X(close)
 
 static const ms_allocator msi_comm_allocator = MSI_ZERO_INIT; // malloc and free
 
@@ -38646,15 +38644,13 @@ typedef struct msi_mpi {
     char text[MPI_MAX_ERROR_STRING];
 } msi_mpi;
 
-static void msi_mpi_sum_bf16(void *x, void *sum, int *count, MPI_Datatype *type) {
-    (void)type;
-    msi_cpu_chunk(sum, MS_DTYPE_BF16, x, MS_DTYPE_BF16, 0, (uint64_t)*count, true);
-}
-
-static void msi_mpi_sum_f16(void *x, void *sum, int *count, MPI_Datatype *type) {
-    (void)type;
-    msi_cpu_chunk(sum, MS_DTYPE_F16, x, MS_DTYPE_F16, 0, (uint64_t)*count, true);
-}
+#define MSI_MPI_SUM(name, dtype)                                                                   \
+    static void msi_mpi_sum_##name(void *x, void *sum, int *count, MPI_Datatype *type) {           \
+        (void)type;                                                                                \
+        msi_cpu_chunk(sum, dtype, x, dtype, 0, (uint64_t)*count, true);                            \
+    }
+MSI_MPI_SUM(bf16, MS_DTYPE_BF16)
+MSI_MPI_SUM(f16, MS_DTYPE_F16)
 
 /* MPI does its work in these questions. It is asked busily for as long as the bytes would take at 100 MB
    per second. Each request has the time limit for itself. */
@@ -38668,7 +38664,7 @@ static int msi_mpi_await(msi_mpi *m) {
             m->done++;
             begin_us = now_us;
         } else if (!m->error) {
-            m->error = msi_comm_waits(&m->call, now_us - begin_us, 1e3 + m->begun_bytes / 100.0);
+            m->error = msi_comm_rest(&m->call, now_us - begin_us, 1e3 + m->begun_bytes / 100.0);
         }
     }
     m->begun = m->done = 0;
@@ -38681,12 +38677,13 @@ typedef enum msi_mpi_kind {
     MSI_MPI_REDUCE,
     MSI_MPI_SCATTER,
     MSI_MPI_GATHER,
-    MSI_MPI_BROADCAST
+    MSI_MPI_BROADCAST,
+    MSI_MPI_BARRIER
 } msi_mpi_kind;
 
 /* Starts what moves `count` elements, in pieces that MPI can count. send NULL: in place. */
-static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void *receive,
-                          uint64_t count, ms_dtype dtype, int root) {
+static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, ms_dtype dtype, const void *send,
+                          void *receive, uint64_t count, int root) {
     const uint64_t bytes = ms_dtype_bytes(dtype);
     const MPI_Op sum = dtype == MS_DTYPE_F32    ? MPI_SUM
                        : dtype == MS_DTYPE_BF16 ? m->bf16_sum
@@ -38702,22 +38699,25 @@ static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void 
         if (m->begun == MSI_MPI_REQUESTS && msi_mpi_await(m)) {
             return;
         }
-        MPI_Request *request = &m->requests[m->begun];
+        MPI_Request *r = &m->requests[m->begun];
         switch (kind) {
         case MSI_MPI_REDUCE_ALL:
-            m->error = MPI_Iallreduce(from, to, n, type, sum, m->comm, request);
+            m->error = MPI_Iallreduce(from, to, n, type, sum, m->comm, r);
             break;
         case MSI_MPI_REDUCE:
-            m->error = MPI_Ireduce(from, to, n, type, sum, root, m->comm, request);
+            m->error = MPI_Ireduce(from, to, n, type, sum, root, m->comm, r);
             break;
         case MSI_MPI_SCATTER:
-            m->error = MPI_Ireduce_scatter_block(from, to, n, type, sum, m->comm, request);
+            m->error = MPI_Ireduce_scatter_block(from, to, n, type, sum, m->comm, r);
             break;
         case MSI_MPI_GATHER:
-            m->error = MPI_Iallgather(from, n, type, to, n, type, m->comm, request);
+            m->error = MPI_Iallgather(from, n, type, to, n, type, m->comm, r);
             break;
         case MSI_MPI_BROADCAST:
-            m->error = MPI_Ibcast(to, n, type, root, m->comm, request);
+            m->error = MPI_Ibcast(to, n, type, root, m->comm, r);
+            break;
+        case MSI_MPI_BARRIER:
+            m->error = MPI_Ibarrier(m->comm, r);
             break;
         }
         m->begun += !m->error;
@@ -38725,89 +38725,51 @@ static void msi_mpi_begin(msi_mpi *m, msi_mpi_kind kind, const void *send, void 
     }
 }
 
-static bool msi_mpi_enter(msi_mpi *m, const ms_collective *c, const char *name, bool adds) {
-    m->call.name = name;
-    m->call.limit_s = c->timeout_s;
-    if (!m->error && !msi_comm_takes(c->dtype, adds)) {
-        m->error = MSI_COMM_DTYPE;
-    }
-    return !m->error;
-}
-
-static int msi_mpi_leave(msi_mpi *m) {
-    return m->is_grouped ? m->error : msi_mpi_await(m);
-}
-
-static int msi_mpi_all_reduce(void *user, const ms_collective *c) {
-    msi_mpi *m = (msi_mpi *)user;
-    if (msi_mpi_enter(m, c, "all_reduce", true)) {
-        msi_mpi_begin(m, MSI_MPI_REDUCE_ALL, c->send == c->receive ? NULL : c->send, c->receive,
-                      c->count, c->dtype, 0);
-    }
-    return msi_mpi_leave(m);
-}
-
-/* Whether one call moves a part of `count` elements of each rank. */
-static bool msi_mpi_takes_parts(const msi_mpi *m, uint64_t count) {
-    return count <= MSI_MPI_MOST / m->call.count;
-}
-
-/* In one call; or a reduction to each rank, since that call has no strides for pieces, and puts the
-   result of one that is in place elsewhere. */
-static int msi_mpi_reduce_scatter(void *user, const ms_collective *c) {
-    msi_mpi *m = (msi_mpi *)user;
+/* A part of each rank is gathered, or scattered as a sum: in one call; or by a broadcast from, or a
+   reduction to each rank, since those calls have no strides for pieces, and a reduction that is in place
+   has its result elsewhere. */
+static void msi_mpi_parts(msi_mpi *m, const ms_collective *c, bool gathers) {
     const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
-    const uint8_t *send = (const uint8_t *)c->send, *own = send + m->call.rank * part;
-    const bool is_taken = msi_mpi_enter(m, c, "reduce_scatter", true);
-    if (is_taken && own != c->receive && msi_mpi_takes_parts(m, c->count)) {
-        msi_mpi_begin(m, MSI_MPI_SCATTER, send, c->receive, c->count, c->dtype, 0);
-        return msi_mpi_leave(m);
+    const uint8_t *all = (const uint8_t *)(gathers ? c->receive : c->send);
+    const uint8_t *own = all + m->call.rank * part;
+    const bool in_place = own == (gathers ? c->send : c->receive);
+    if (c->count <= MSI_MPI_MOST / m->call.count && (gathers || !in_place)) {
+        msi_mpi_begin(m, gathers ? MSI_MPI_GATHER : MSI_MPI_SCATTER, c->dtype,
+                      in_place ? NULL : c->send, c->receive, c->count, 0);
+        return;
     }
-    for (uint32_t r = 0; !m->error && r < m->call.count; r++, send += part) {
-        const bool is_mine = send == own;
-        msi_mpi_begin(m, MSI_MPI_REDUCE, is_mine && own == c->receive ? NULL : send,
-                      is_mine ? c->receive : NULL, c->count, c->dtype, (int)r);
+    if (gathers && !in_place) {
+        memcpy((uint8_t *)c->receive + m->call.rank * part, c->send, (size_t)part);
     }
-    return msi_mpi_leave(m);
+    for (uint32_t r = 0; !m->error && r < m->call.count; r++) {
+        const bool is_mine = r == m->call.rank;
+        msi_mpi_begin(m, gathers ? MSI_MPI_BROADCAST : MSI_MPI_REDUCE, c->dtype,
+                      is_mine && in_place ? NULL : all + r * part,
+                      gathers   ? (uint8_t *)c->receive + r * part
+                      : is_mine ? c->receive
+                                : NULL,
+                      c->count, (int)r);
+    }
 }
 
-/* In one call where MPI can count the elements, else each rank broadcasts its own. */
-static int msi_mpi_all_gather(void *user, const ms_collective *c) {
-    msi_mpi *m = (msi_mpi *)user;
-    const uint64_t part = c->count * ms_dtype_bytes(c->dtype);
-    uint8_t *to = (uint8_t *)c->receive, *own = to + m->call.rank * part;
-    const bool is_taken = msi_mpi_enter(m, c, "all_gather", false);
-    if (is_taken && msi_mpi_takes_parts(m, c->count)) {
-        msi_mpi_begin(m, MSI_MPI_GATHER, own == c->send ? NULL : c->send, to, c->count, c->dtype,
-                      0);
-        return msi_mpi_leave(m);
+#define MSI_MPI_CALL(name, adds, begin)                                                            \
+    static int msi_mpi_##name(void *user, const ms_collective *c) {                                \
+        msi_mpi *m = (msi_mpi *)user;                                                              \
+        m->error = m->error ? m->error : msi_comm_enter(&m->call, c, #name, adds);                 \
+        if (!m->error) {                                                                           \
+            begin;                                                                                 \
+        }                                                                                          \
+        return m->is_grouped ? m->error : msi_mpi_await(m);                                        \
     }
-    if (is_taken && own != c->send) {
-        memcpy(own, c->send, (size_t)part);
-    }
-    for (uint32_t r = 0; !m->error && r < m->call.count; r++, to += part) {
-        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, to, c->count, c->dtype, (int)r);
-    }
-    return msi_mpi_leave(m);
-}
-
-static int msi_mpi_broadcast(void *user, const ms_collective *c) {
-    msi_mpi *m = (msi_mpi *)user;
-    if (msi_mpi_enter(m, c, "broadcast", false)) {
-        msi_mpi_begin(m, MSI_MPI_BROADCAST, NULL, c->receive, c->count, c->dtype, (int)c->root);
-    }
-    return msi_mpi_leave(m);
-}
-
-static int msi_mpi_barrier(void *user, const ms_collective *c) {
-    msi_mpi *m = (msi_mpi *)user;
-    if (msi_mpi_enter(m, c, "barrier", false) &&
-        (m->begun < MSI_MPI_REQUESTS || !msi_mpi_await(m))) {
-        m->error = MPI_Ibarrier(m->comm, &m->requests[m->begun]);
-        m->begun += !m->error;
-    }
-    return msi_mpi_leave(m);
-}
+MSI_MPI_CALL(all_reduce, true,
+             msi_mpi_begin(m, MSI_MPI_REDUCE_ALL, c->dtype, c->send == c->receive ? NULL : c->send,
+                           c->receive, c->count, 0))
+MSI_MPI_CALL(reduce_scatter, true, msi_mpi_parts(m, c, false))
+MSI_MPI_CALL(all_gather, false, msi_mpi_parts(m, c, true))
+MSI_MPI_CALL(broadcast, false,
+             msi_mpi_begin(m, MSI_MPI_BROADCAST, c->dtype, NULL, c->receive, c->count,
+                           (int)c->root))
+MSI_MPI_CALL(barrier, false, msi_mpi_begin(m, MSI_MPI_BARRIER, MS_DTYPE_I8, NULL, NULL, 1, 0))
 
 static int msi_mpi_group_begin(void *user) {
     msi_mpi *m = (msi_mpi *)user;
@@ -38832,7 +38794,7 @@ static MSI_COLD const char *msi_mpi_error_text(void *user, int error) {
     return text || MPI_Error_string(error, m->text, &length) != MPI_SUCCESS ? text : m->text;
 }
 
-/* Of a comm that has failed the communicator is lost: other ranks may never free it. */
+/* The communicator of a comm that has failed is lost: other ranks may never free it. */
 static void msi_mpi_close(void *user) {
     msi_mpi *m = (msi_mpi *)user;
     int is_over = 0;
@@ -38846,7 +38808,7 @@ static void msi_mpi_close(void *user) {
     msi_release(&msi_comm_allocator, m, sizeof *m);
 }
 
-static int msi_mpi_open(msi_mpi *m, MPI_Comm of) {
+static int msi_mpi_open(msi_mpi *m, MPI_Comm of, int *threads) {
     int rank = 0, count = 0, error = MPI_Comm_dup(of, &m->comm);
     error = error ? error : MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
     error = error ? error : MPI_Comm_rank(m->comm, &rank);
@@ -38855,39 +38817,30 @@ static int msi_mpi_open(msi_mpi *m, MPI_Comm of) {
     error = error ? error : MPI_Op_create(msi_mpi_sum_f16, 1, &m->f16_sum);
     m->call.rank = (uint32_t)rank;
     m->call.count = (uint32_t)count;
-    return error;
+    return error ? error : MPI_Query_thread(threads);
 }
 
-MEMSCALE_API ms_result ms_comm_mpi(const void *communicator, ms_comm *comm) {
+MEMSCALE_CUDA_API ms_result ms_comm_mpi(const void *communicator, ms_comm *comm) {
     const MPI_Comm of = communicator ? *(const MPI_Comm *)communicator : MPI_COMM_WORLD;
     int is_ready = 0, is_over = 0, threads = MPI_THREAD_SINGLE;
-    if (!comm || MPI_Initialized(&is_ready) || !is_ready || MPI_Finalized(&is_over) || is_over) {
+    if (!comm || MPI_Initialized(&is_ready) || !is_ready || MPI_Finalized(&is_over) || is_over ||
+        of == MPI_COMM_NULL) {
         return msi_comm_refuse(comm, MS_RESULT_INVALID,
-                               "MPI is not running: call MPI_Init_thread before ms_comm_mpi");
-    }
-    if (of == MPI_COMM_NULL) {
-        return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_mpi: this is MPI_COMM_NULL");
+                               "ms_comm_mpi: MPI is not running, or this is MPI_COMM_NULL: call "
+                               "MPI_Init_thread before it, and MPI_Finalize after ms_comm_close");
     }
     msi_mpi *m = (msi_mpi *)msi_alloc_zeroed(&msi_comm_allocator, sizeof *m);
-    if (!m) {
-        return msi_comm_refuse(comm, MS_RESULT_OUT_OF_MEMORY, "ms_comm_mpi: no memory");
-    }
-    if (MPI_Query_thread(&threads) || msi_mpi_open(m, of)) {
+    const int error = m ? msi_mpi_open(m, of, &threads) : 0;
+    if (!m || error) {
         msi_release(&msi_comm_allocator, m, sizeof *m);
-        return msi_comm_refuse(comm, MS_RESULT_RANKS, "ms_comm_mpi: MPI_Comm_dup has failed");
+        return msi_comm_refuse(comm, m ? MS_RESULT_RANKS : MS_RESULT_OUT_OF_MEMORY,
+                               "ms_comm_mpi: the communicator cannot be duplicated");
     }
-    memset(comm, 0, sizeof *comm);
-    comm->size = sizeof *comm;
-    comm->name = "MPI";
-    comm->user = m;
-    comm->rank = m->call.rank;
-    comm->count = m->call.count;
+    *comm = msi_comm_of("MPI", m, &m->call);
     comm->on_calling_thread = threads < MPI_THREAD_SERIALIZED;
-#define MSI_USE(function) comm->function = msi_mpi_##function
-    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
-    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(abort);
-    MSI_USE(error_text), MSI_USE(close);
-#undef MSI_USE
+#define MSI_X(function) comm->function = msi_mpi_##function;
+    MSI_COMM_FUNCTIONS(MSI_X)
+#undef MSI_X
     return MS_RESULT_OK;
 }
 
@@ -38906,47 +38859,34 @@ typedef struct msi_nccl {
     ncclComm_t comm; // NULL: it is gone
     msi_comm_call call;
     bool is_grouped;
-    float *token; // in device memory: what a barrier adds up
+    void *token; // in device memory: what a barrier adds up
 } msi_nccl;
 
 /* Calls return InProgress where they would wait for other ranks, such as for a first connection. */
 static int msi_nccl_settle(msi_nccl *n, ncclResult_t result) {
     const double begin_us = msi_platform_us();
     int error = 0;
-    while (result == ncclInProgress && !error) {
+    while (!n->is_grouped && result == ncclInProgress && !error) {
         const ncclResult_t asked = ncclCommGetAsyncError(n->comm, &result);
         result = asked == ncclSuccess ? result : asked;
         error = result == ncclInProgress
-                    ? msi_comm_waits(&n->call, msi_platform_us() - begin_us, 1e3)
+                    ? msi_comm_rest(&n->call, msi_platform_us() - begin_us, 1e3)
                     : 0;
     }
-    return error ? error : (int)result;
+    return error || result == ncclInProgress ? error : (int)result;
 }
 
-static int msi_nccl_leave(msi_nccl *n, ncclResult_t result) {
-    return n->is_grouped && result == ncclInProgress ? 0 : msi_nccl_settle(n, result);
-}
-
-/* 0, or why nothing can be called. */
-static int msi_nccl_enter(msi_nccl *n, const ms_collective *c, const char *name, bool adds,
-                          ncclDataType_t *type) {
-    n->call.name = name;
-    n->call.limit_s = c->timeout_s;
-    *type = c->dtype == MS_DTYPE_F32    ? ncclFloat32
-            : c->dtype == MS_DTYPE_BF16 ? ncclBfloat16
-            : c->dtype == MS_DTYPE_F16  ? ncclFloat16
-                                        : ncclInt8;
-    return !n->comm ? MSI_COMM_ENDED : msi_comm_takes(c->dtype, adds) ? 0 : MSI_COMM_DTYPE;
-}
-
-/* Each function of the table is one call of NCCL. */
-#define MSI_NCCL_CALL(name, adds, call)                                                            \
+#define MSI_NCCL_CALL(name, adds, begin)                                                           \
     static int msi_nccl_##name(void *user, const ms_collective *c) {                               \
         msi_nccl *n = (msi_nccl *)user;                                                            \
         const cudaStream_t stream = (cudaStream_t)c->stream;                                       \
-        ncclDataType_t type;                                                                       \
-        const int error = msi_nccl_enter(n, c, #name, adds, &type);                                \
-        return error ? error : msi_nccl_leave(n, call);                                            \
+        const ncclDataType_t type = c->dtype == MS_DTYPE_F32    ? ncclFloat32                      \
+                                    : c->dtype == MS_DTYPE_BF16 ? ncclBfloat16                     \
+                                    : c->dtype == MS_DTYPE_F16  ? ncclFloat16                      \
+                                                                : ncclInt8;                         \
+        const int error = msi_comm_enter(&n->call, c, #name, adds);                                \
+        (void)type;                                                                                \
+        return error ? error : msi_nccl_settle(n, begin);                                          \
     }
 MSI_NCCL_CALL(all_reduce, true,
               ncclAllReduce(c->send, c->receive, c->count, type, ncclSum, n->comm, stream))
@@ -38980,6 +38920,7 @@ static int msi_nccl_check(void *user) {
 
 static void msi_nccl_abort(void *user) {
     msi_nccl *n = (msi_nccl *)user;
+    msi_flag_put(&n->call.is_ended, 1);
     if (n->comm) {
         (void)ncclCommAbort(n->comm);
     }
@@ -39008,18 +38949,15 @@ static int msi_nccl_open(msi_nccl *n, const ms_nccl_id *id) {
     ncclUniqueId unique;
     config.blocking = 0;
     memcpy(&unique, id, sizeof unique);
-    n->call.name = "ms_comm_nccl";
     n->call.limit_s = 300.0;
-    if (cudaMalloc((void **)&n->token, 256) != cudaSuccess ||
-        cudaMemset(n->token, 0, 256) != cudaSuccess) {
-        return ncclUnhandledCudaError;
-    }
-    return msi_nccl_settle(n, ncclCommInitRankConfig(&n->comm, (int)n->call.count, unique,
-                                                     (int)n->call.rank, &config));
+    return cudaMalloc(&n->token, 256) == cudaSuccess && cudaMemset(n->token, 0, 256) == cudaSuccess
+               ? msi_nccl_settle(n, ncclCommInitRankConfig(&n->comm, (int)n->call.count, unique,
+                                                           (int)n->call.rank, &config))
+               : (int)ncclUnhandledCudaError;
 }
 
-MEMSCALE_API ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
-                                    ms_comm *comm) {
+MEMSCALE_CUDA_API ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_t count,
+                                         ms_comm *comm) {
     if (!id || !comm || rank >= count || count > INT32_MAX) {
         return msi_comm_refuse(comm, MS_RESULT_INVALID, "ms_comm_nccl: no id, or no such rank");
     }
@@ -39037,90 +38975,72 @@ MEMSCALE_API ms_result ms_comm_nccl(const ms_nccl_id *id, uint32_t rank, uint32_
                                error > 0 ? ncclGetErrorString((ncclResult_t)error)
                                          : "ms_comm_nccl: the other ranks did not come in 300 s");
     }
-    memset(comm, 0, sizeof *comm);
-    comm->size = sizeof *comm;
-    comm->name = "NCCL";
-    comm->user = n;
-    comm->rank = rank;
-    comm->count = count;
+    *comm = msi_comm_of("NCCL", n, &n->call);
     comm->on_device = true;
-#define MSI_USE(function) comm->function = msi_nccl_##function
-    MSI_USE(all_reduce), MSI_USE(reduce_scatter), MSI_USE(all_gather), MSI_USE(broadcast);
-    MSI_USE(barrier), MSI_USE(group_begin), MSI_USE(group_end), MSI_USE(check), MSI_USE(abort);
-    MSI_USE(error_text), MSI_USE(close);
-#undef MSI_USE
+    comm->check = msi_nccl_check;
+#define MSI_X(function) comm->function = msi_nccl_##function;
+    MSI_COMM_FUNCTIONS(MSI_X)
+#undef MSI_X
     return MS_RESULT_OK;
 }
 
-MEMSCALE_API ms_result ms_nccl_make_id(ms_nccl_id *id) {
+MEMSCALE_CUDA_API ms_result ms_nccl_make_id(ms_nccl_id *id) {
     ncclUniqueId unique;
-    if (!id) {
-        return MS_RESULT_INVALID;
+    const bool is_made = id && ncclGetUniqueId(&unique) == ncclSuccess;
+    if (id) {
+        memset(id, 0, sizeof *id);
+        memcpy(id, &unique, is_made ? sizeof unique : 0);
     }
-    memset(&unique, 0, sizeof unique);
-    const ncclResult_t result = ncclGetUniqueId(&unique);
-    memcpy(id, &unique, sizeof unique);
-    return result == ncclSuccess ? MS_RESULT_OK : MS_RESULT_RANKS;
+    return is_made ? MS_RESULT_OK : id ? MS_RESULT_RANKS : MS_RESULT_INVALID;
 }
 
-/* Zeros, where rank 0 could not make one. */
-static bool msi_nccl_is_made(const ms_nccl_id *id) {
-    bool is_made = false;
-    for (size_t i = 0; i < sizeof id->bytes; i++) {
-        is_made = is_made || id->bytes[i] != 0;
-    }
-    return is_made;
-}
-
-MEMSCALE_API ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id) {
+/* An id of zeros: rank 0 could not make one. */
+MEMSCALE_CUDA_API ms_result ms_nccl_share_id(const ms_comm *by, ms_nccl_id *id) {
+    const ms_nccl_id none = MSI_ZERO_INIT;
     ms_collective c = MSI_ZERO_INIT;
     if (!by || !id || !by->broadcast || by->on_device) {
         return MS_RESULT_INVALID;
     }
-    memset(id, 0, sizeof *id);
-    if (by->rank == 0 && ms_nccl_make_id(id) != MS_RESULT_OK) {
-        memset(id, 0, sizeof *id);
+    if (by->rank == 0) {
+        (void)!ms_nccl_make_id(id);
     }
     c.send = c.receive = id;
     c.count = sizeof *id;
     c.dtype = MS_DTYPE_I8;
     c.timeout_s = 60.0;
-    return by->broadcast(by->user, &c) == 0 && msi_nccl_is_made(id) ? MS_RESULT_OK
-                                                                    : MS_RESULT_RANKS;
+    return by->broadcast(by->user, &c) || memcmp(id, &none, sizeof none) == 0 ? MS_RESULT_RANKS
+                                                                              : MS_RESULT_OK;
 }
 
-static MSI_COLD ms_result msi_nccl_write_id(const char *path, ms_nccl_id *id) {
+/* Another rank never reads half of the file: it is renamed when all is in it. */
+MEMSCALE_CUDA_API ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
+                                               ms_nccl_id *id) {
+    const double begin_us = msi_platform_us();
     char beside[MSI_PATH_BYTES];
-    ms_sink sink;
-    ms_result result = ms_nccl_make_id(id);
-    const int length = msi_write_text(beside, sizeof beside, "%s.tmp", path);
-    if (result != MS_RESULT_OK || length <= 0 || length >= (int)sizeof beside) {
-        return result != MS_RESULT_OK ? result : MS_RESULT_INVALID;
-    }
-    bool is_there = msi_open_sink(beside, &sink) != NULL;
-    if (is_there) {
-        const bool is_written = sink.write(sink.user, id, sizeof *id) == 0;
-        is_there = msi_close_file(sink.user, true) && is_written && msi_replace(beside, path);
-    }
-    return is_there ? MS_RESULT_OK : MS_RESULT_FILE;
-}
-
-MEMSCALE_API ms_result ms_nccl_id_in_file(const char *path, uint32_t rank, double timeout_s,
-                                          ms_nccl_id *id) {
     msi_comm_call call = MSI_ZERO_INIT;
     ms_source source;
-    const double begin_us = msi_platform_us();
-    if (!path || !id || rank == 0) {
-        return path && id ? msi_nccl_write_id(path, id) : MS_RESULT_INVALID;
-    }
+    ms_sink sink;
     call.limit_s = timeout_s;
+    const int length = path ? msi_write_text(beside, sizeof beside, "%s.tmp", path) : 0;
+    if (!id || length <= 0 || length >= (int)sizeof beside) {
+        return MS_RESULT_INVALID;
+    }
+    if (rank == 0) {
+        const ms_result made = ms_nccl_make_id(id);
+        if (made != MS_RESULT_OK || !msi_open_sink(beside, &sink)) {
+            return made != MS_RESULT_OK ? made : MS_RESULT_FILE;
+        }
+        const bool is_put = sink.write(sink.user, id, sizeof *id) == 0;
+        return msi_close_file(sink.user, true) && is_put && msi_replace(beside, path)
+                   ? MS_RESULT_OK
+                   : MS_RESULT_FILE;
+    }
     while (!msi_open_source(path, &source)) {
-        if (msi_comm_waits(&call, msi_platform_us() - begin_us, 0.0)) {
+        if (msi_comm_rest(&call, msi_platform_us() - begin_us, 0.0)) {
             return MS_RESULT_FILE;
         }
     }
-    const bool is_read =
-        source.size == sizeof *id && source.read(source.user, 0, id, sizeof *id) == 0;
+    const bool is_read = source.size == sizeof *id && !source.read(source.user, 0, id, sizeof *id);
     return msi_close_file(source.user, false) && is_read ? MS_RESULT_OK : MS_RESULT_FILE;
 }
 

@@ -1,8 +1,7 @@
 /*  mpi_comm.c - ms_comm_mpi by itself, on all ranks of an MPI job: mpirun -n 3 mpi_comm serialized.
     The argument is the support of threads that is asked for. Status 0: all is well. */
-#define _POSIX_C_SOURCE 200809L
-#ifdef MPI_COMM_SMALL_PIECES // what is large begins here
-#define MSI_MPI_MOST 1000
+#ifndef _XOPEN_SOURCE
+#define _XOPEN_SOURCE 700 // nanosleep
 #endif
 #define MEMSCALE_MPI
 #define MEMSCALE_IMPLEMENTATION

@@ -41,7 +41,7 @@ skipping {
     next
 }
 
-private && head == "" && (/^static / && !/^static inline/ || /^MEMSCALE_API/) { begins = 1 }
+private && head == "" && (/^static / && !/^static inline/ || /^MEMSCALE_(CUDA_)?API/) { begins = 1 }
 begins || head != "" {
     head = head (head == "" ? "" : "\n") $0
     begins = 0

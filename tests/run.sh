@@ -22,7 +22,7 @@ unset MAKEFLAGS MFLAGS MAKEOVERRIDES
 
 export CC=${CC:-cc} CXX=${CXX:-g++} MAKE=${MAKE:-make}
 export WARNINGS=${WARNINGS-} WARNINGS_C=${WARNINGS_C-} OPENMP=${OPENMP-} CBLAS=${CBLAS-} CMOCKA=${CMOCKA-}
-export NVCC=${NVCC-}
+export NVCC=${NVCC-} MPI=${MPI-}
 tiers=" ${*:-quick} "
 only=${ONLY-}
 export checks=build/check$(tr ' ' . <<< "${tiers% }")${only:+.${only//[^A-Za-z0-9]/_}}
@@ -74,6 +74,18 @@ run_threads() { # PROGRAM [PERCENT OF THE FULL SWEEPS]
     echo 'int main(void) { return 0; }' | $CC -fsanitize=thread -x c - -o "$checks/thread" -lm &&
         "$checks/thread" || skip 'no thread sanitizer'
     build thread "$1" && MEMSCALE_TEST_SWEEP=${2-} "$1"
+}
+
+# Ranks share processors. Open MPI must be told so, and that it may run as root.
+run_mpi() { # RANKS PROGRAM ARGUMENTS
+    local ranks=$1 program=$2 may=
+    shift 2
+    [ -n "$MPI" ] || skip 'no MPI'
+    need mpirun
+    build quick "$program" || return 1
+    ! mpirun --version 2>&1 | grep -q 'Open MPI' || may=--oversubscribe
+    [ -z "$may" ] || [ "$(id -u)" -ne 0 ] || may="$may --allow-run-as-root"
+    timeout 120 mpirun $may -n "$ranks" "$program" "$@"
 }
 
 run_corpus() { # PROGRAM FOLDER
@@ -181,6 +193,17 @@ build_cuda() { # CODES
 cell_library() { # COMPILER NAME FLAG ARGUMENTS
     [ -n "$3" ] || skip "no $2"
     cell "$1" "${@:4}" $3
+}
+
+# NCCL's own header, and the emulation's in the place of CUDA's. NCCL_INCLUDE: where it is.
+cell_nccl() {
+    local compiler
+    [ -f "${NCCL_INCLUDE-}/nccl.h" ] || skip 'no nccl.h in NCCL_INCLUDE'
+    for compiler in gcc g++ clang clang++; do
+        ! command -v $compiler > /dev/null ||
+            compile $compiler $body -DMEMSCALE_NCCL -isystem "$NCCL_INCLUDE" -isystem tests/emulation \
+                -fsyntax-only $program || return 1
+    done
 }
 
 # In the newest dialects what old ones let pass is deprecated, such as arithmetic between two enums.
@@ -331,7 +354,7 @@ same() { # WHAT EXPECTED ACTUAL: files of sorted lines
         --new-line-format="$1 has beyond what is allowed: %L" "$2" "$3"
 }
 
-# Exactly the functions that the public half declares; the one of the CUDA part is MEMSCALE_CUDA_API.
+# Exactly the functions that the public half declares; those of CUDA, MPI and NCCL are MEMSCALE_CUDA_API.
 check_exports() {
     local object
     object=$(implementation -O0) || return 1
@@ -713,6 +736,11 @@ check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/tes
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
+check broad 'test_comm, thread sanitizer' 'run_threads build/thread/tests/test_comm'
+check quick 'mpi_comm, 2 ranks' 'run_mpi 2 build/quick/tests/mpi_comm serialized'
+check broad 'mpi_comm, 4 ranks' 'run_mpi 4 build/quick/tests/mpi_comm multiple'
+check broad 'mpi_comm, 3 ranks on the thread that calls' 'run_mpi 3 build/quick/tests/mpi_comm single'
+check broad 'mpi_comm, in pieces' 'run_mpi 3 build/quick/tests/mpi_comm_pieces serialized'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'
 check quick 'fuzz_weights on tests/corpus_weights, sanitizers' 'run_corpus build/sanitize/tests/fuzz_weights tests/corpus_weights'
@@ -805,6 +833,8 @@ for compiler in gcc clang g++ clang++; do
         "$plain $body -DMEMSCALE_STATIC $program tests/compile_static.c"
     check broad 'MEMSCALE_CBLAS' \
         "cell_library $compiler CBLAS '$CBLAS' -O0 $body -DMEMSCALE_CBLAS $program -x none"
+    check broad 'MEMSCALE_MPI' \
+        "cell_library $compiler MPI '$MPI' -O0 $body -DMEMSCALE_MPI $program -x none"
     check full 'OpenMP, -O2' "cell_library $compiler OpenMP '$OPENMP' $body -O2 $program"
     check full 'MEMSCALE_ASSERT, -O3' "cell $compiler $body -include tests/asserts.h -O3 $program"
     check broad 'MEMSCALE_NO_STDIO' "$plain $body -DMEMSCALE_NO_STDIO $program"
@@ -817,6 +847,7 @@ for compiler in gcc clang g++ clang++; do
     check full "examples and benchmarks, ${newest^^}" "cell_newest $compiler $newest examples/*.c examples/*/main.c bench/*.c"
 done
 group 'compile, both languages'
+check broad 'MEMSCALE_NCCL, the header of NCCL' cell_nccl
 check broad 'g++ on an object of gcc' 'cell_mixed gcc g++'
 check broad 'clang++ on an object of clang' 'cell_mixed clang clang++'
 
