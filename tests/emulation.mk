@@ -76,9 +76,9 @@ emulated       := $(OUT)/emulated
 emulated_release = $(if $(filter $(emulated_tests) %/library.o,$@),-O1,-O2)
 emulated_cpp    = $(CXX) -std=c++11 $(or $(filter-out $(release),$($(config))),$(emulated_release)) \
                   -ffp-contract=off $(WARNINGS) -Wno-missing-field-initializers -Itests/emulation -I. -Iexamples $(CFLAGS)
-emulated_test   = $(emulated_cpp) $(on_library) -x c++ -DT_CUDA -DNN_CUDA -D_XOPEN_SOURCE=700 \
+emulated_test   = $(emulated_cpp) $(on_library) -x c++ -DT_CUDA -DNN_CUDA -DMEMSCALE_NCCL -D_XOPEN_SOURCE=700 \
                   $(if $(filter $(with_trampolines),$(@F)),-include tests/emulation/on_cuda.h)
-emulated_parts := $(patsubst %,$(emulated)/%.o,cuda library runtime memory fibers cublas)
+emulated_parts := $(patsubst %,$(emulated)/%.o,cuda library runtime memory fibers cublas nccl)
 
 emulated_tests    := $(patsubst %.c,$(emulated)/%,$(wildcard tests/test_*.c))
 emulated_programs := $(patsubst $(cuda)/%,$(emulated)/%,$(cuda_programs))
@@ -91,10 +91,13 @@ $(emulated)/cuda.o: examples/cuda.cu $(emulated)/flags
 
 $(emulated)/library.o: tests/library.c $(private)/bodies.h $(emulated)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CXX) $@) $(emulated_cpp) -include tests/asserts.h $(on_library) -x c++ $(depends) -c -o $(beside) $< $(in_place)
+	$(call say,$(CXX) $@) $(emulated_cpp) -include tests/asserts.h $(on_library) -DMEMSCALE_NCCL -x c++ $(depends) -c -o $(beside) $< $(in_place)
 
 $(filter-out %/cuda.o %/library.o,$(emulated_parts)): $(emulated)/%.o: tests/emulation/%.cpp $(emulated)/flags
 	$(call say,$(CXX) $@) $(emulated_cpp) $(depends) -c -o $(beside) $< $(in_place)
+
+$(emulated)/nccl.o: private emulated_cpp += $(on_library)
+$(emulated)/nccl.o: | $(private)/private.h
 
 # An archive, so that a test can have parts of its own instead.
 $(emulated)/cuda.a: $(emulated_parts)

@@ -16,8 +16,8 @@
     tc_run, in world.ranks[r]: the number of a collective, from 1, that fails, stalls, or never comes.
     Checks of cmocka jump, so ranks make none: they leave their results for the main thread.
 
-    With world.forks each rank is a process, as it must be on the emulated GPU, whose memory is opened and
-    closed for a whole process: each then has an emulation of its own (emulation_reset). Only what lies in
+    With world.forks each rank is a process. It is set on the emulated GPU, whose memory is opened and
+    closed for a whole process: each rank then has an emulation of its own, of the seed rank + 1. Only what lies in
     memory of meeting_shared comes back from there: results, and the world itself if its counts matter.
 
     Include it after the implementation of memscale.h, or private.h, and with the functions of POSIX
@@ -288,6 +288,9 @@ static inline void tc_open(tc_world *w, uint32_t count) {
     }
     meeting_open(w->at, count);
     w->count = count;
+#ifdef CUDART_EMULATION
+    w->forks = true;
+#endif
     for (uint32_t r = 0; r < count; ++r) {
         ms_comm *comm = &w->ranks[r].comm;
         w->ranks[r].world = w;
@@ -342,6 +345,9 @@ static inline bool tc_run_processes(tc_world *w) {
     for (uint32_t r = 0; r < w->count; ++r) {
         children[r] = fork();
         if (children[r] == 0) {
+#ifdef CUDART_EMULATION
+            emulation_reset(r + 1);
+#endif
             const int status = tc_start(&w->ranks[r]) == NULL ? 0 : 1;
             fflush(NULL);
             _exit(status);

@@ -12,7 +12,8 @@ extern "C" {
 
 /* Forgets everything but the host memory given out below, and starts anew: default device, this seed.
  * Seed 0 runs work in the order of the calls and threads in the order of their numbers. A program
- * that never calls it runs with EMULATION_SEED of the environment, or 1. */
+ * that never calls it runs with EMULATION_SEED of the environment, or 1. A process that was forked calls
+ * it first, and then has a device of its own: nothing is shared with its parent. */
 void emulation_reset(uint64_t seed);
 
 typedef struct emulation_device {
@@ -83,6 +84,9 @@ void emulation_open(bool is_open);
 /* As on systems where the device reads all memory of the host: memory that the emulation did not
  * give may stand for device memory in copies and fills. A reset leaves it as it is; false at first. */
 void emulation_set_pageable_access(bool is_allowed);
+
+/* From now on every communicator of this process reports this ncclResult_t when it is asked; 0: none. */
+void emulation_nccl_error(int error);
 
 /* Runs a function. true: the emulation found a mistake in it, which otherwise ends the program;
  * `text` says which. What the function held is lost: emulation_reset comes next. */

@@ -68,6 +68,12 @@ const char *fibers_where();
 /* Into the stream, or into the graph that it captures. */
 cudaError_t emulation_enqueue(cudaStream_t stream, streams_function *function,
                               const void *arguments, size_t size, uint64_t cost_ns);
+/* The same, when a condition holds that other processes fulfil; not in a capture. */
+cudaError_t emulation_enqueue_when(cudaStream_t stream, streams_condition *is_ready,
+                                   streams_function *function, const void *arguments, size_t size,
+                                   uint64_t cost_ns);
+/* What a device does while the host does something else. */
+void emulation_go_on(cudaStream_t stream);
 /* One at a time; every entry point holds it. */
 struct emulation_lock {
     emulation_lock();
@@ -87,5 +93,9 @@ void emulation_count_product();
 
 void cublas_reset();
 uint64_t cublas_handles();
+
+/* ---- nccl.cpp ---- */
+
+extern void (*nccl_reset)(); /* NULL: the program does not use it */
 
 #endif

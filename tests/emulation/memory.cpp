@@ -293,9 +293,24 @@ static void open_device(bool is_open) {
                         false);
 }
 
+/* A process that was forked has the regions of its parent, and must not touch them. */
+static void leave_regions_of_parent() {
+    static pid_t owner;
+    if (owner && owner != getpid()) {
+        for (int i = 0; i < MEMORY_KINDS; i++) {
+            munmap(regions[i].base, regions[i].reserved);
+            munmap(regions[i].open, regions[i].reserved);
+            close(regions[i].file);
+            regions[i] = region();
+        }
+    }
+    owner = getpid();
+}
+
 void memory_reset(uint64_t seed) {
     static const size_t sizes[] = {size_t(1) << 40, size_t(1) << 38, size_t(1) << 38};
     static const uint32_t patterns[] = {0x7FC57FC5u, 0xFFFFFFFFu, 0x7F7F7F7Fu, 0x4B5A4B5Au};
+    leave_regions_of_parent();
     memory_set_mode(false);
     open_device(false);
     for (int i = 0; i < MEMORY_KINDS; i++) {

@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <pthread.h>
+#include <unistd.h>
 
 #include <map>
 #include <set>
@@ -490,20 +491,30 @@ void forget_everything() {
     delete the;
 }
 
+void idle() {
+    usleep(50);
+}
+
 void start(uint64_t seed) {
     the = new runtime();
     streams_open(&the->engine, seed);
+    the->engine.idle = idle;
     the->device = default_device();
     add_stream(legacy, false);
     add_stream(per_thread, true);
     memory_reset(seed);
     fibers_reset(seed);
     cublas_reset();
+    if (nccl_reset) {
+        nccl_reset();
+    }
     last_error = cudaSuccess;
     current_device = 0;
 }
 
 } // namespace
+
+void (*nccl_reset)();
 
 /* ---- the lock ---- */
 
@@ -537,6 +548,11 @@ bool emulation_fails(const char *name) {
     return false;
 }
 
+void emulation_go_on(cudaStream_t handle) {
+    streams_ask(&the->engine, streams_mark(&the->engine, find_stream(handle)->queue));
+    memory_set_mode(false);
+}
+
 void emulation_count_product() {
     the->counts.products++;
 }
@@ -559,9 +575,18 @@ bool emulation_is_stream(cudaStream_t stream) {
 
 cudaError_t emulation_enqueue(cudaStream_t handle, streams_function *function,
                               const void *arguments, size_t size, uint64_t cost_ns) {
+    return emulation_enqueue_when(handle, nullptr, function, arguments, size, cost_ns);
+}
+
+cudaError_t emulation_enqueue_when(cudaStream_t handle, streams_condition *is_ready,
+                                   streams_function *function, const void *arguments, size_t size,
+                                   uint64_t cost_ns) {
     stream *const s = find_stream(handle);
     if (!s) {
         return fail(cudaErrorInvalidResourceHandle);
+    }
+    if (is_capturing(*s) && is_ready) {
+        emulation_die("a collective is captured into a graph: that is not emulated");
     }
     if (is_capturing(*s)) {
         return add_node(*s, function, arguments, size, cost_ns);
@@ -572,8 +597,8 @@ cudaError_t emulation_enqueue(cudaStream_t handle, streams_function *function,
         return implicit;
     }
     order_with_legacy(*s);
-    return settle(
-        streams_enqueue(&the->engine, s->queue, function, nullptr, arguments, size, cost_ns));
+    return settle(streams_enqueue_when(&the->engine, s->queue, is_ready, function, nullptr,
+                                       arguments, size, cost_ns));
 }
 
 cudaError_t emulation_launch(const cudaLaunchConfig_t *config, void (*kernel)(void),

@@ -9,6 +9,7 @@
  *   streams_create        a queue; streams_enqueue puts a function and a copy of its arguments in
  *   streams_event_record  an event is a point of a queue: all that is in it by now
  *   streams_event_wait    what is queued later runs after that point
+ *   streams_enqueue_when  with a condition that others outside fulfil, such as another process
  *   streams_finish_*      the host waits
  *   streams_fails         counts a call that can fail, and says whether it is the chosen one
  *
@@ -28,6 +29,7 @@
 #include <string.h>
 
 typedef void streams_function(void *user, void *arguments);
+typedef bool streams_condition(void *user, void *arguments);
 
 /* The first `position` operations of a queue. Position 0 is always behind us. */
 typedef struct streams_point {
@@ -36,8 +38,9 @@ typedef struct streams_point {
 } streams_point;
 
 typedef struct streams_operation {
-    streams_function *function; /* NULL: wait for the point */
-    void *user, *arguments;     /* arguments: a copy, ours */
+    streams_function *function;  /* NULL: wait for the point */
+    streams_condition *is_ready; /* NULL: at once; else what others outside do */
+    void *user, *arguments;      /* arguments: a copy, ours */
     streams_point point;
     uint64_t sequence; /* over all queues: the order of the calls */
 } streams_operation;
@@ -76,10 +79,17 @@ typedef struct streams {
     uint64_t time_ns; /* the host's clock */
     uint64_t pending, executed;
     uint64_t calls, fail_at; /* the fail_at-th call from now on fails; 0: none */
+    void (*idle)(
+        void); /* nothing can run until others outside have done something; NULL: that is an error */
+    bool asks; /* such an operation is not waited for */
     char error[200];
 } streams;
 
-enum { STREAMS_PENDING_LIMIT = 1 << 16, STREAMS_REACH_LIMIT = 64 };
+enum {
+    STREAMS_PENDING_LIMIT = 1 << 16,
+    STREAMS_REACH_LIMIT = 64,
+    STREAMS_IDLE_LIMIT = 1 << 20 /* calls of idle until that is a deadlock */
+};
 
 /* splitmix64 */
 static inline uint64_t streams_random(streams *e) {
@@ -225,7 +235,8 @@ static inline void streams_run_one(streams *e, int queue) {
 }
 
 static inline bool streams_is_blocked(const streams *e, const streams_operation *o) {
-    return !o->function && !streams_is_done(e, o->point);
+    return o->function ? o->is_ready && !o->is_ready(o->user, o->arguments)
+                       : !streams_is_done(e, o->point);
 }
 
 /* Marks what has to run before `target` is reached. */
@@ -239,7 +250,7 @@ static inline void streams_need(streams *e, streams_point target) {
     for (const uint64_t end = target.position < t->queued ? target.position : t->queued; n < end;
          n++) {
         const streams_operation *const o = streams_at(t, n);
-        if (streams_is_blocked(e, o)) {
+        if (!o->function && streams_is_blocked(e, o)) {
             streams_need(e, o->point);
         }
     }
@@ -327,6 +338,9 @@ static inline bool streams_deadlock(streams *e) {
         if (q->done == q->queued) {
             return streams_error(e, "deadlock: queue %d holds nothing more to wait for", i, 0);
         }
+        if (streams_at(q, q->done)->function) {
+            return streams_error(e, "deadlock: queue %d waits for others outside", i, 0);
+        }
         const int on = streams_at(q, q->done)->point.queue;
         if (e->queues[on].done == e->queues[on].queued) {
             return streams_error(e, "deadlock: queue %d waits for queue %d, which is empty", i, on);
@@ -335,8 +349,20 @@ static inline bool streams_deadlock(streams *e) {
     return streams_error(e, "deadlock: the queues wait for each other in a circle", 0, 0);
 }
 
+/* Whether a queue can go on as soon as others outside have done something. */
+static inline bool streams_is_outside(const streams *e) {
+    for (int i = 0; i < e->queue_count; i++) {
+        const streams_queue *const q = &e->queues[i];
+        if (q->done < q->queued && streams_at(q, q->done)->is_ready) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Runs until all that is needed has run, and sometimes more. */
 static inline bool streams_run(streams *e) {
+    uint64_t idled = 0;
     const streams_policy policy = streams_draw(e);
     for (int i = 0; i < e->queue_count; i++) {
         e->queues[i].rank = streams_random(e);
@@ -344,6 +370,13 @@ static inline bool streams_run(streams *e) {
     while (streams_is_needed(e)) {
         const bool stray = e->seed && policy != STREAMS_LAZY && streams_below(e, 128) == 0;
         const int queue = streams_choose(e, stray ? STREAMS_RANDOM : policy);
+        if (queue < 0 && e->idle && streams_is_outside(e) && idled++ < STREAMS_IDLE_LIMIT) {
+            if (e->asks) {
+                return true;
+            }
+            e->idle();
+            continue;
+        }
         if (queue < 0) {
             return streams_deadlock(e);
         }
@@ -397,8 +430,9 @@ static inline bool streams_finish_all(streams *e) {
 /* ---- queueing ---- */
 
 /* Copies `size` bytes of arguments. Runs what has piled up when it is very much. */
-static inline bool streams_enqueue(streams *e, int queue, streams_function *function, void *user,
-                                   const void *arguments, size_t size, uint64_t cost_ns) {
+static inline bool streams_enqueue_when(streams *e, int queue, streams_condition *is_ready,
+                                        streams_function *function, void *user,
+                                        const void *arguments, size_t size, uint64_t cost_ns) {
     if (e->pending >= STREAMS_PENDING_LIMIT && !streams_finish_all(e)) {
         return false;
     }
@@ -415,11 +449,17 @@ static inline bool streams_enqueue(streams *e, int queue, streams_function *func
         memcpy(copy, arguments, size);
     }
     o->function = function;
+    o->is_ready = is_ready;
     o->user = user;
     o->arguments = copy;
     streams_queue *const q = &e->queues[queue];
     q->time_ns = (q->time_ns > e->time_ns ? q->time_ns : e->time_ns) + cost_ns;
     return true;
+}
+
+static inline bool streams_enqueue(streams *e, int queue, streams_function *function, void *user,
+                                   const void *arguments, size_t size, uint64_t cost_ns) {
+    return streams_enqueue_when(e, queue, NULL, function, user, arguments, size, cost_ns);
 }
 
 /* What is put into `queue` from now on runs after `point`, which may lie ahead. */
@@ -491,7 +531,9 @@ static inline bool streams_event_is_done(const streams *e, int event) {
  * goes on meanwhile, so that who asks in a loop comes to an end. */
 static inline bool streams_ask(streams *e, streams_point point) {
     if (!streams_is_done(e, point) && streams_below(e, 3) == 0) {
+        e->asks = true;
         streams_finish(e, point);
+        e->asks = false;
     }
     return streams_is_done(e, point);
 }

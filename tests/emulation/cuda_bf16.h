@@ -1,0 +1,1 @@
+/* For the real nccl.h, which includes this and uses nothing of it. */
