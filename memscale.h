@@ -5281,10 +5281,10 @@ typedef struct msi_ranks {
     bool has_agreed;    // a vote has ended the step, on all ranks
     bool gives_up;      // from here on it takes part in collectives alone, until the next vote
     bool is_committed;  // this step's vote on its update has been counted
-    uint32_t mark_first, mark_count; // those that have not come
-    double moved_us;                 // when the device was last given or seen to pass one
     ms_result why;
     char text[MSI_ERROR_BYTES];
+    uint32_t mark_first, mark_count; // those that have not come
+    double moved_us;                 // when the device was last given or seen to pass one
 } msi_ranks;
 
 struct ms_model {
