@@ -898,8 +898,9 @@ typedef struct ms_backend {
        are msi_cast_vote and msi_count_votes, >>arithmetic. Both are on MS_STREAM_COMPUTE. The others
        are on MS_STREAM_NETWORK:
        network_copy between any two of device and host memory; network_call runs a function on the
-       host, with a copy of the `bytes` bytes (256 at most) of its argument. network_stream is the
-       handle of that stream, for collectives of a comm that is on_device, or NULL. */
+       host, with a copy of the `bytes` bytes (256 at most) of its argument; it is not recorded.
+       network_stream is the handle of that stream, for collectives of a comm that is on_device, which
+       needs query as well, or NULL. */
     int (*cast_vote)(void *state, ms_vote *vote, ms_vote_kind kind, const ms_step_state *step,
                      const ms_step_state *judged, const ms_norm *norms, uint32_t count);
     int (*count_votes)(void *state, const ms_vote *votes, uint32_t vote_count,
@@ -1080,7 +1081,12 @@ typedef struct ms_config {
        default stream. NULL: a stream of the model's own, not synchronized with the default one. */
     void *stream;
     /* The ranks that train this model together; zero: there is one. comm_timeout: seconds after which
-       a rank that does not answer has failed; 0: 60. */
+       a rank that does not answer has failed; 0: 60. It must be more than one rank may be behind
+       another in what it computes, with cuda_graph also than a step takes, and in what it does between
+       calls of the library: reading data, writing a checkpoint, planning on a slower processor. A
+       device that waits for other ranks by itself (on_device) is at most 16 layers or updates behind
+       the host, and if it has no room for what these launch (CUDA: about 1000 launches), the host waits
+       for room and does not see that a rank has ended. */
     ms_comm comm;
     double comm_timeout;
     bool
@@ -2271,6 +2277,11 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
    params have been updated, or ms_gradient_norm was called, since ms_backward). */
 MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
+/* The sums over all ranks of so many numbers that each rank has, in their place; the same bits on all
+   ranks, which all call it. Such as the tokens of a batch that count, for ms_set_loss_factor, where
+   ranks have different numbers of them. Stream: waits. Errors: INVALID, OUT_OF_MEMORY, RANKS. */
+MEMSCALE_API_CHECKED ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32_t count);
+
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
    transposed. a and b are both F32, F16 or BF16, c is F32 or like them; products are summed in F32.
    If c is a batch, a and b are each a batch of the same size or one matrix for all. On the CPU,
@@ -2977,7 +2988,7 @@ MSI_HD uint64_t msi_scale_at(uint64_t at, uint64_t count) {
 // ------------------------------------------------------------------------------------------------
 // >>shared  allocation, sizes, and the memory of the host
 
-enum { MSI_ALIGNMENT = 64 };
+enum { MSI_ALIGNMENT = 64, MSI_CALL_BYTES = 256 }; // of the argument of network_call, at most
 
 static inline uint64_t msi_align(uint64_t bytes) {
     return (bytes + MSI_ALIGNMENT - 1) & ~(uint64_t)(MSI_ALIGNMENT - 1);
@@ -4214,6 +4225,27 @@ static MSI_NOINLINE double msi_platform_us(void) {
 }
 #endif
 
+#if defined(MSI_CLOCK) && defined(__linux__) && !defined(CLOCK_MONOTONIC) // strict C: see MSI_CLOCK
+extern int nanosleep(const msi_timespec *rest, msi_timespec *left);
+#endif
+
+/* Between two questions whether something is done: lets other threads run, or sleeps, below 1 s. */
+static void msi_rest(double rest_us) {
+    (void)rest_us;
+#if defined(_WIN32) && !defined(MEMSCALE_NO_SYSTEM)
+    Sleep(rest_us < 1e3 ? 0 : 1);
+#elif defined(MSI_THREADS)
+#ifdef MSI_CLOCK
+    if (rest_us > 0.0) {
+        const msi_timespec rest = {0, (long)(1e3 * rest_us)};
+        (void)nanosleep(&rest, NULL);
+        return;
+    }
+#endif
+    (void)sched_yield();
+#endif
+}
+
 static bool msi_has_clock(const ms_config *c) {
 #ifdef MEMSCALE_NO_SYSTEM
     return c->clock != NULL;
@@ -4528,7 +4560,6 @@ typedef enum msi_cost {
       MSI_COUNTERS(reduce))
 
 #define MSI_X(engine, ...) MSI_ENGINE_##engine,
-enum { MSI_CALL_BYTES = 256 }; // of the argument of ms_backend.network_call, at most
 enum { MSI_MOST_RANKS = 1000 };
 
 typedef enum msi_engine { MSI_ENGINES(MSI_X) MSI_ENGINE_COUNT } msi_engine;
@@ -4804,8 +4835,9 @@ typedef struct msi_resident {
     bool is_saved; // its device memory was released: it is in the image of a suspended model
 } msi_resident;
 
-/* Slices that an asynchronous device may have been given and not finished. */
-enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2 };
+/* What an asynchronous device may have been given and not finished: slices; and marks, of several
+   ranks whose collectives run on it. */
+enum { MSI_MOST_SLICES = MS_BACKEND_TIMED_EVENTS / 2, MSI_MOST_MARKS = 16 };
 
 /* Events of a model; those of staged inputs follow, and then, by msi_instruction.event, ends of copies. */
 enum {
@@ -4815,7 +4847,8 @@ enum {
     MSI_EVENT_COPY,                             // the end of a copy that the host waits for
     MSI_EVENT_VERDICT,                          // the end of the copy of a verdict to the host
     MSI_EVENT_NETWORK,                          // the end of a collective that is no instruction
-    MSI_EVENT_COUNT
+    MSI_EVENT_MARKS,                            // see msi_mark
+    MSI_EVENT_COUNT = MSI_EVENT_MARKS + MSI_MOST_MARKS
 };
 
 /* Device memory that each step has: the state of an eval, then that of a step, MSI_STATE_BYTES
@@ -5258,7 +5291,7 @@ typedef struct msi_saved_plans {
 /* What the thread of the network tells, and why this rank gives the step under way up. */
 typedef struct msi_ranks {
     msi_flag is_broken; // a collective has failed: none is called any more
-    int error;          // of the comm, or 0
+    int error;          // of the comm; 0: a collective did not end in time
     uint32_t count;     // of ranks; 1: the model is alone
     uint32_t root;      // of the broadcast under way
     /* The least of all ranks, as of the last plan; 0: they have not agreed. */
@@ -5269,6 +5302,8 @@ typedef struct msi_ranks {
     bool is_committed; // this step's vote on its update has been counted
     ms_result why;
     char text[MSI_ERROR_BYTES];
+    uint32_t mark_first, mark_count; // those that have not come
+    double moved_us;                 // when the device was last given or seen to pass one
 } msi_ranks;
 
 struct ms_model {
@@ -6014,10 +6049,119 @@ static bool msi_enqueues_copies(const ms_backend *b) {
     return b->is_asynchronous || b->has_copy_streams;
 }
 
+/* Ends what is under way between ranks, on this one. */
+static MSI_COLD void msi_break_ranks(const ms_comm *comm, msi_ranks *ranks, int error) {
+    ranks->error = error;
+    msi_flag_put(&ranks->is_broken, 1);
+    if (comm->abort) {
+        comm->abort(comm->user);
+    }
+}
+
+static MSI_COLD ms_result msi_fail_ranks(ms_model *m) {
+    const ms_comm *comm = &m->config.comm;
+    const int error = m->ranks.error;
+    const char *text = error && comm->error_text ? comm->error_text(comm->user, error) : NULL;
+    const msi_words how =
+        error ? msi_words_of("failed with error %d%s%s", error, text ? ": " : "", text ? text : "")
+              : msi_words_of("%s", "not ended");
+    m->run.failed = true;
+    return msi_fail(m, MS_RESULT_RANKS,
+                    "rank %u of %u: a collective of comm %s has %s: another rank has ended, or did "
+                    "not answer within comm_timeout (%g s); start again, perhaps with fewer ranks, "
+                    "and load the last checkpoint",
+                    (unsigned)comm->rank, (unsigned)comm->count, comm->name ? comm->name : "?",
+                    how.text, m->config.comm_timeout);
+}
+
+/* After a wait for the network. */
+static ms_result msi_check_ranks(ms_model *m) {
+    return msi_flag_is_set(&m->ranks.is_broken) ? msi_fail_ranks(m) : MS_RESULT_OK;
+}
+
+/* Whether the device waits for other ranks by itself, and the host for the device. */
+static bool msi_watches_ranks(const ms_model *m) {
+    return m->config.comm.on_device && m->ranks.count > 1 && !msi_flag_is_set(&m->ranks.is_broken);
+}
+
+/* Where the device waits for other ranks, and one of them has ended, it waits forever: notes whether it
+   passes marks, and after an error of the comm, or comm_timeout without a mark, ends what it waits for. */
+static int msi_watch_ranks(ms_model *m) {
+    const ms_comm *comm = &m->config.comm;
+    msi_ranks *r = &m->ranks;
+    const double now_us = msi_platform_us();
+    bool has_come = true;
+    int error = 0;
+    while (r->mark_count > 0 && has_come && !error) {
+        error = m->config.backend.query(m->device, MSI_EVENT_MARKS + r->mark_first % MSI_MOST_MARKS,
+                                        &has_come);
+        has_come &= error == 0;
+        r->mark_first += has_come;
+        r->mark_count -= has_come;
+        r->moved_us = has_come ? now_us : r->moved_us;
+    }
+    const int found = comm->check ? comm->check(comm->user) : 0;
+    if (found || now_us - r->moved_us > 1e6 * m->config.comm_timeout) {
+        msi_break_ranks(comm, r, found);
+    }
+    return error;
+}
+
+/* Waits for an event: all waits of the host for one end here, also if another rank has ended. */
+static int msi_await(ms_model *m, uint32_t event) {
+    const ms_backend *b = &m->config.backend;
+    const double begin_us = m->ranks.count > 1 ? msi_platform_us() : 0.0;
+    bool has_come = false;
+    int error = 0;
+    m->ranks.moved_us = begin_us;
+    while (!error && !has_come && msi_watches_ranks(m)) {
+        error = b->query(m->device, event, &has_come);
+        if (!error && !has_come) {
+            const double us = msi_platform_us() - begin_us;
+            msi_rest(us < 1e3 ? 0.0 : us < 12800.0 ? us / 64 : 200.0);
+            error = msi_watch_ranks(m);
+        }
+    }
+    return error ? error : b->wait_on_host(m->device, event);
+}
+
+/* Marks how far the device has come. It has few marks before it: so launches find room in its queue,
+   for which they would wait without an end where another rank has ended. */
+static ms_result msi_mark(ms_model *m) {
+    const ms_backend *b = &m->config.backend;
+    msi_ranks *r = &m->ranks;
+    int error = 0;
+    if (m->run.recording || !msi_watches_ranks(m)) {
+        return MS_RESULT_OK;
+    }
+    if (r->mark_count == MSI_MOST_MARKS) {
+        error = msi_await(m, MSI_EVENT_MARKS + r->mark_first % MSI_MOST_MARKS);
+        error = error ? error : msi_watch_ranks(m);
+    }
+    if (!error && r->mark_count < MSI_MOST_MARKS) {
+        error = b->record(m->device, MS_STREAM_COMPUTE,
+                          MSI_EVENT_MARKS + (r->mark_first + r->mark_count) % MSI_MOST_MARKS);
+        r->mark_count += !error;
+        r->moved_us = msi_platform_us();
+    }
+    const ms_result result = msi_device(m, error, "waiting for the device");
+    return result == MS_RESULT_OK ? msi_check_ranks(m) : result;
+}
+
 static MSI_NOINLINE ms_result msi_synchronize(ms_model *m) {
-    return msi_enqueues_copies(&m->config.backend)
-               ? msi_device(m, m->config.backend.synchronize(m->device), "waiting for the device")
-               : MS_RESULT_OK;
+    const ms_backend *b = &m->config.backend;
+    const bool watches = msi_watches_ranks(m);
+    int error = 0;
+    if (!msi_enqueues_copies(b)) {
+        return MS_RESULT_OK;
+    }
+    for (int stream = 0; stream < MS_STREAM_COUNT && watches && !error; stream++) {
+        error = b->record(m->device, (ms_stream_kind)stream, MSI_EVENT_COMPUTE);
+        error = error ? error : msi_await(m, MSI_EVENT_COMPUTE);
+    }
+    const int last = b->synchronize(m->device);
+    const ms_result result = msi_device(m, error ? error : last, "waiting for the device");
+    return watches && result == MS_RESULT_OK ? msi_check_ranks(m) : result;
 }
 
 /* Waits after a failure for what is under way, whose memory will be released; the first error stays. */
@@ -6067,9 +6211,11 @@ static MSI_NOINLINE ms_result msi_wait_on_device(ms_model *m, uint32_t event) {
 }
 
 static MSI_NOINLINE ms_result msi_wait_on_host(ms_model *m, uint32_t event) {
-    return msi_enqueues_copies(&m->config.backend)
-               ? MSI_DEVICE(m, wait_on_host, "waiting for a copy", event)
-               : MS_RESULT_OK;
+    const bool watches = msi_watches_ranks(m);
+    ms_result result = msi_enqueues_copies(&m->config.backend)
+                           ? msi_device(m, msi_await(m, event), "waiting for a copy")
+                           : MS_RESULT_OK;
+    return watches && result == MS_RESULT_OK ? msi_check_ranks(m) : result;
 }
 
 /* The step's own memory on the host, and the staging of inputs after it. */
@@ -6112,7 +6258,9 @@ static ms_result msi_copy(ms_model *m, void *target, bool target_on_host, const 
         MSI_THEN(result, MSI_DEVICE(m, copy, msi_engines[engine].what, target, source, bytes));
         return result;
     }
-    ms_result result = msi_issue_copy(m, engine, target, source, bytes, MSI_EVENT_COPY);
+    // memory that is not pinned is copied by the host, which waits for the device without an end
+    ms_result result = msi_watches_ranks(m) ? msi_synchronize(m) : MS_RESULT_OK;
+    MSI_THEN(result, msi_issue_copy(m, engine, target, source, bytes, MSI_EVENT_COPY));
     MSI_THEN(result, target_on_host ? MS_RESULT_OK : msi_wait_on_device(m, MSI_EVENT_COPY));
     MSI_THEN(result, msi_wait_on_host(m, MSI_EVENT_COPY));
     return msi_settle_failure(m, result); // the caller may free its memory
@@ -6188,11 +6336,15 @@ static void msi_do_collective(void *argument) {
     }
     const int error = call->function(call->comm->user, &call->what);
     if (error) {
-        call->ranks->error = error;
-        msi_flag_put(&call->ranks->is_broken, 1);
-        if (call->comm->abort) {
-            call->comm->abort(call->comm->user);
-        }
+        msi_break_ranks(call->comm, call->ranks, error);
+    }
+}
+
+static void msi_call_comm(ms_model *m, int (*function)(void *user)) {
+    const ms_comm *comm = &m->config.comm;
+    const int error = msi_flag_is_set(&m->ranks.is_broken) ? 0 : function(comm->user);
+    if (error) {
+        msi_break_ranks(comm, &m->ranks, error);
     }
 }
 
@@ -6209,24 +6361,6 @@ static ms_collective_fn msi_collective_fn(const ms_comm *comm, msi_collective_ki
     const ms_collective_fn all[] = {MSI_COLLECTIVES(MSI_X)};
 #undef MSI_X
     return all[kind];
-}
-
-static MSI_COLD ms_result msi_fail_ranks(ms_model *m) {
-    const ms_comm *comm = &m->config.comm;
-    const int error = m->ranks.error;
-    const char *text = comm->error_text ? comm->error_text(comm->user, error) : NULL;
-    m->run.failed = true;
-    return msi_fail(m, MS_RESULT_RANKS,
-                    "rank %u of %u: a collective of comm %s has failed with error %d%s%s: another "
-                    "rank has ended, or did not answer within comm_timeout (%g s); start again, "
-                    "perhaps with fewer ranks, and load the last checkpoint",
-                    (unsigned)comm->rank, (unsigned)comm->count, comm->name ? comm->name : "?",
-                    error, text ? ": " : "", text ? text : "", m->config.comm_timeout);
-}
-
-/* After a wait for the network. */
-static ms_result msi_check_ranks(ms_model *m) {
-    return msi_flag_is_set(&m->ranks.is_broken) ? msi_fail_ranks(m) : MS_RESULT_OK;
 }
 
 /* Enqueues a collective between memory that its comm can use. `count` is that of ms_collective. */
@@ -6316,6 +6450,24 @@ static MSI_COLD ms_result msi_agree_on_result(ms_model *m, const char *function,
                               ms_result_name((ms_result)all[r]));
         }
     }
+    return result;
+}
+
+static MSI_COLD ms_result msi_sum_over_ranks(ms_model *m, double *values, uint32_t count) {
+    const uint64_t bytes = count * (uint64_t)sizeof(double), room = m->ranks.count * bytes;
+    if (m->ranks.count < 2 || m->config.dry_run || count == 0) {
+        return MS_RESULT_OK;
+    }
+    double *all = (double *)msi_alloc(&m->config.allocator, room);
+    ms_result result = all ? msi_exchange_bytes(m, values, all, bytes)
+                           : msi_fail_memory(m, "the numbers of all ranks", room);
+    for (uint32_t k = 0; k < count && result == MS_RESULT_OK; k++) {
+        values[k] = 0.0;
+        for (uint32_t r = 0; r < m->ranks.count; r++) {
+            values[k] += all[(size_t)r * count + k];
+        }
+    }
+    msi_release(&m->config.allocator, all, room);
     return result;
 }
 
@@ -10502,8 +10654,14 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          0.0, "comm: a function is missing: all five collectives are required"},
         {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run &&
              !(c->backend.cast_vote && c->backend.count_votes && c->backend.network_copy &&
-               c->backend.network_call && (c->backend.network_stream || !c->comm.on_device)),
-         0.0, "comm: the backend lacks cast_vote or a function that is listed with it"},
+               c->backend.network_call &&
+               ((c->backend.network_stream && c->backend.query) || !c->comm.on_device)),
+         0.0,
+         "comm: the backend lacks cast_vote or a function that is listed with it, or query for a "
+         "comm that is on_device"},
+        {c->cuda_graph && c->comm.size > 0 && c->comm.count > 1 && !c->comm.on_device, 0.0,
+         "cuda_graph: only collectives of a comm that is on_device, as of NCCL, can be recorded: "
+         "take one, or leave cuda_graph off"},
         {c->memory && c->arena, 0.0,
          "memory: it cannot be lent to a model that shares an arena: lend each of the two alone"},
         {c->memory && c->memory_bytes == 0, 0.0,
@@ -18383,7 +18541,7 @@ static msi_found msi_search_of(msi_found found) {
 /* Whether two searches are the same, where groups in tiles make a difference or do not. */
 static bool msi_is_same_search(const msi_found *a, const msi_found *b, bool has_tiles) {
     return a->by == b->by && a->list == b->list && a->rounding == b->rounding &&
-           a->sharding == b->sharding && (a->tiles == b->tiles || !has_tiles);
+           (a->tiles == b->tiles || !has_tiles);
 }
 
 /* Notes which search has found a plan, unless that has found a better one, or another list the same
@@ -22661,17 +22819,19 @@ static void msi_relax_updates(msi_solver *s) {
 typedef struct msi_level {
     msi_sharding sharding;
     double us, bound_us; // as in msi_rounding
-    uint64_t least_bytes;
+    uint64_t least_bytes, resident_bytes;
 } msi_level;
 
 enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
 
+/* Levels in which something fits come first; of these, those that need not move what is resident. */
 static bool msi_level_comes_before(const msi_search *s, const msi_level *a, const msi_level *b) {
-    const bool large = a->least_bytes > s->budget;
-    return large != (b->least_bytes > s->budget) ? !large
-           : large                               ? a->least_bytes < b->least_bytes
-           : a->bound_us < b->bound_us || b->bound_us < a->bound_us ? a->bound_us < b->bound_us
-                                                                    : a->us < b->us;
+    const bool large = a->least_bytes > s->budget, moves = a->resident_bytes > s->budget;
+    return large != (b->least_bytes > s->budget)      ? !large
+           : large                                    ? a->least_bytes < b->least_bytes
+           : moves != (b->resident_bytes > s->budget) ? !moves
+           : moves                                    ? a->resident_bytes < b->resident_bytes
+                                                      : a->us < b->us;
 }
 
 /* What may be divided, the level whose plans may be fastest first. Returns how many levels. */
@@ -22690,6 +22850,7 @@ static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_lev
         msi_begin_rounding(search, 0, 0, decisions);
         one.us = msi_estimate(s->scorer, decisions).us;
         one.bound_us = msi_bound_us(search, one.us);
+        one.resident_bytes = s->scorer->program->layout.resident_bytes;
         msi_decide_squeezed(search, decisions);
         one.least_bytes = msi_estimate(s->scorer, decisions).live_bytes;
         uint32_t at = count++;
@@ -22702,11 +22863,16 @@ static uint32_t msi_list_levels(const msi_solver *s, msi_search *search, msi_lev
     return count;
 }
 
-/* Searches the plans with the shards at hand, as a plan was found or, if NULL, by all searches. */
-static void msi_search_level(const msi_solver *s, msi_search *search, const msi_found *found) {
-    if (found) {
-        msi_search_list(s, search, found->rounding, 0, found);
-    } else if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
+/* Whether no plan of a level can be better than the best so far. */
+static bool msi_is_hopeless_level(const msi_search *search, const msi_level *level) {
+    const uint64_t least = level->least_bytes - level->least_bytes / 8;
+    return search->fits ? level->bound_us >= search->best_score.us || least > search->budget
+                        : search->found && search->budget == 0 && least > search->best_score.bytes;
+}
+
+/* Searches the plans with the shards at hand. */
+static void msi_search_level(const msi_solver *s, msi_search *search) {
+    if (s->request->techniques & (MSI_8BIT | MSI_MIXED | MSI_TILING)) {
         msi_search_roundings(s, search);
     } else {
         msi_search_list(s, search, 0, 0, NULL);
@@ -22714,23 +22880,16 @@ static void msi_search_level(const msi_solver *s, msi_search *search, const msi_
 }
 
 /* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
-   msi_share_less takes back what turns out not to be needed. The level that may be fastest is searched
-   first and in full, the others as the best plan so far was found, unless nothing fits yet. */
+   msi_share_less takes back what turns out not to be needed. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     msi_level list[MSI_LEVELS];
     const uint32_t count = msi_list_levels(s, search, list);
     const double least_us = search->least_us;
     for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
-        const msi_found best = search->best_how;
-        const bool hopeless =
-            search->fits && (list[k].bound_us >= search->best_score.us ||
-                             list[k].least_bytes - list[k].least_bytes / 8 > search->budget);
-        const bool larger =
-            k > 0 && search->budget == 0 && list[k].least_bytes >= search->best_score.bytes;
-        if (!hopeless && !larger) {
+        if (!msi_is_hopeless_level(search, &list[k])) {
             search->least_us = least_us;
             search->how.sharding = list[k].sharding;
-            msi_search_level(s, search, k > 0 && search->fits && !best.tiles ? &best : NULL);
+            msi_search_level(s, search);
         }
     }
     search->least_us = least_us;
@@ -22896,17 +23055,23 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
         msi_grouping_free(&c);
     }
     search->tilings = &tilings;
-    for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
-        uint32_t first = 0;
-        while (!msi_is_same_search(&guide->ranks[first], &guide->ranks[k], tilings.end[1] > 0)) {
-            first++;
-        }
-        const msi_found *found = &guide->ranks[k];
-        if (first == k) {
-            search->how.sharding = found->sharding;
-            msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0, found);
+    msi_level levels[MSI_LEVELS];
+    const uint32_t level_count = msi_list_levels(s, search, levels);
+    for (uint32_t n = 0; n < level_count; n++) {
+        for (uint32_t k = 0; k < guide->rank_count && !msi_is_short(s->scorer); k++) {
+            const msi_found *found = &guide->ranks[k];
+            uint32_t first = 0;
+            while (!msi_is_same_search(&guide->ranks[first], found, tilings.end[1] > 0)) {
+                first++;
+            }
+            if (first == k && !msi_is_hopeless_level(search, &levels[n])) {
+                search->how.sharding = levels[n].sharding;
+                msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0,
+                                found);
+            }
         }
     }
+    search->how.sharding = MSI_SHARDS_NOTHING;
     if (!search->found && !msi_is_short(s->scorer)) {
         msi_propose_squeezed(s, search, MSI_NO_BUDGET); // the host may be short for all others
     }
@@ -23745,7 +23910,7 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
    written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
-    MSI_PLAN_VERSION = 1,
+    MSI_PLAN_VERSION = 2,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
     MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
@@ -23783,6 +23948,7 @@ static MSI_COLD uint64_t msi_hash_update(const ms_model *m, const msi_tensor *t)
 #define MSI_MODEL_TERMS(X)                                                                         \
     X("graph: tensors, layers, or what layers declare", msi_hash_graph(&m->graph))                 \
     X("accumulation_steps (ms_set_accumulation)", msi_larger(m->config.accumulation_steps, 1))     \
+    X("number of ranks (ms_config.comm)", m->ranks.count)                                          \
     X("clipping: a norm is needed or is not", msi_takes_norm(&m->optimizers))                      \
     X("precision: mixed_dtype or master_weights",                                                  \
       f->rounds ? (uint64_t)msi_narrow_of(m) * 2 + (m->config.master_weights == MS_SWITCH_OFF)     \
@@ -24018,6 +24184,9 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                    (d->format != x->format &&
                     (msi_format)d->format != msi_format_of_value(g, t, (may & MSI_MIXED) != 0))
                ? MS_TECHNIQUE_MIXED_PRECISION
+           : d->sharding != home->sharding || d->sharding > (uint8_t)msi_most_sharding(s, t, d) ||
+                   (d->sharding > x->least_sharding && !(may & MSI_SHARDING))
+               ? MS_TECHNIQUE_SHARDING
            : d->state_8bit != home->state_8bit ||
                    (d->state_8bit && !msi_is_8bit(s->lowering->optimizers, s->has_state_formats,
                                                   (may & MSI_8BIT) != 0, x))
@@ -27099,7 +27268,7 @@ static ms_result msi_run_norm(ms_model *m, const msi_program *p, const msi_instr
     ms_norm *norms = (ms_norm *)msi_address(m, p, p->code.norm);
     double *norm = &norms[m->optimizers.groups.items[t->group].norm].sum;
     const ms_result result = msi_await_verdict_copy(m);
-    return result != MS_RESULT_OK || t->is_paused
+    return result != MS_RESULT_OK || t->is_paused || count == 0
                ? result
                : MSI_DEVICE(m, add_squares, "sum of squares", msi_part_address(m, p, i, range),
                             dtype, count, norm, i->target + 1,
@@ -28037,12 +28206,29 @@ static MSI_COLD uint32_t msi_resident_read(const msi_trial *t, uint32_t tensor) 
                                                                     : store->resident_of[tensor];
 }
 
+/* Of a param of which this rank has a shard: sets the whole value that the call at hand has. */
+static MSI_COLD bool msi_set_gathered(const msi_trial *t, msi_staged *s) {
+    bool is_there = false;
+    for (MSI_STAGED(own, t, MSI_SET_OWN)) {
+        if (own->tensor == s->tensor && own->group == MSI_GROUP_PARAM && own->before) {
+            s->before = own->before;
+            s->before_dtype = own->before_dtype;
+            s->kept_dtype = own->kept_dtype;
+            is_there = true;
+        }
+    }
+    return is_there;
+}
+
 /* Sets the value that a recomputation would read: what its layer has made in this step, or a
    resident. False: there is none. */
 static MSI_COLD bool msi_set_before(const msi_trial *t, msi_staged *s) {
     const msi_debug *d = t->debug;
     const msi_original *made = &d->originals[s->tensor];
     const uint32_t resident = msi_resident_read(t, s->tensor);
+    if (resident != MSI_NONE && t->program->code.ranges.items[resident].is_shard) {
+        return msi_set_gathered(t, s);
+    }
     if (resident != MSI_NONE) {
         const uint8_t format = t->program->code.ranges.items[resident].format;
         s->before = d->shadow + msi_extent_at(t->model, resident).shadow;
@@ -30920,8 +31106,8 @@ static ms_result msi_run_collective(ms_model *m, const msi_program *p, const msi
     const bool grouped = runs && i->operand_count > 2 && comm->group_begin && comm->on_device;
     int error = streams && i->follows ? msi_follow_compute(m, engine) : 0;
     m->run.copies = streams && !m->run.recording;
-    if (grouped && !error) {
-        m->ranks.error = comm->group_begin(comm->user);
+    if (grouped) {
+        msi_call_comm(m, comm->group_begin);
     }
     for (uint32_t k = 0; k < i->operand_count && runs && !error; k += 2) {
         const uint32_t to = p->code.operands.items[i->operand_first + k].range;
@@ -30938,10 +31124,8 @@ static ms_result msi_run_collective(ms_model *m, const msi_program *p, const msi
                                       target->bytes / ms_dtype_bytes(dtype), dtype);
         }
     }
-    if (grouped && !error) {
-        const int ended = comm->group_end(comm->user);
-        m->ranks.error = m->ranks.error ? m->ranks.error : ended;
-        msi_flag_put(&m->ranks.is_broken, m->ranks.error != 0);
+    if (grouped) {
+        msi_call_comm(m, comm->group_end);
     }
     if (!error && streams && i->event != MSI_NO_EVENT) {
         error =
@@ -31298,8 +31482,12 @@ static uint32_t msi_event_of_host(const ms_model *m, const msi_program *p, uint3
 static ms_result msi_has_come(ms_model *m, uint32_t event) {
     const bool can_ask = msi_enqueues_copies(&m->config.backend) && m->config.backend.query;
     bool has_come = true;
-    const ms_result result =
+    ms_result result =
         can_ask ? MSI_DEVICE(m, query, "asking for an event", event, &has_come) : MS_RESULT_OK;
+    if (!has_come && msi_watches_ranks(m)) {
+        MSI_THEN(result, msi_device(m, msi_watch_ranks(m), "asking for an event"));
+        MSI_THEN(result, msi_check_ranks(m));
+    }
     return result == MS_RESULT_OK && !has_come ? MS_RESULT_MORE : result;
 }
 
@@ -31352,10 +31540,13 @@ static MSI_COLD ms_result msi_go_on_with_ranks(ms_model *m, ms_result result, bo
 
 /* Ranks vote on the norm before it is judged, or else on whether to go on before the first update. */
 static ms_result msi_vote_before(ms_model *m, const msi_program *p, const msi_instruction *i) {
-    return i->op == MSI_OP_CLIP
-               ? msi_vote(m, MS_VOTE_NORM, (ms_norm *)msi_address(m, p, p->code.norm))
-           : i->op == MSI_OP_UPDATE && !m->ranks.is_committed ? msi_vote_to_go(m)
-                                                              : MS_RESULT_OK;
+    const bool updates = i->op == MSI_OP_UPDATE;
+    ms_result result = i->op == MSI_OP_CLIP
+                           ? msi_vote(m, MS_VOTE_NORM, (ms_norm *)msi_address(m, p, p->code.norm))
+                       : updates && !m->ranks.is_committed ? msi_vote_to_go(m)
+                                                           : MS_RESULT_OK;
+    MSI_THEN(result, updates || msi_calls_layer((msi_op)i->op) ? msi_mark(m) : MS_RESULT_OK);
+    return result;
 }
 
 /* Whether a rank that has given the step up still runs an instruction. */
@@ -31643,14 +31834,17 @@ static uint64_t msi_recording_key(const ms_model *m) {
 /* Records the step that was started, without running any of it. */
 static ms_result msi_record(ms_model *m, msi_recording *g) {
     const ms_backend *b = &m->config.backend;
+    ms_result result = MS_RESULT_OK;
     if (g->handle) {
+        result = msi_synchronize(m);
         b->recording_release(m->device, g->handle);
         g->handle = NULL;
     }
-    ms_result result =
+    MSI_THEN(
+        result,
         msi_device(m, b->recording_begin(m->device),
                    "recording on this stream (the default stream cannot be recorded: set another "
-                   "config.stream, or none)");
+                   "config.stream, or none)"));
     if (result != MS_RESULT_OK) {
         return msi_abandon(m, result);
     }
@@ -31682,6 +31876,7 @@ static ms_result msi_replay(ms_model *m) {
     MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
     MSI_THEN(result, msi_abandon_on_error(m, MSI_DEVICE(m, recording_launch,
                                                         "the launch of a recording", g->handle)));
+    MSI_THEN(result, msi_mark(m));
     if (result != MS_RESULT_OK) {
         m->run.step = step; // nothing of it has run
         return result;
@@ -34345,6 +34540,11 @@ static ms_result msi_begin_passes(ms_model *m, const char *function) {
     const ms_result result = msi_check_start(m, function, true);
     return result != MS_RESULT_OK ? result
            : m->wrapped.changed   ? msi_fail_changed(m, function)
+           : m->ranks.count > 1
+               ? msi_fail(m, MS_RESULT_UNSUPPORTED,
+                          "%s: not with several ranks: run it with one, whose plans differ from "
+                          "theirs in nothing that rounds",
+                          function)
            : m->run.progress != MSI_PROGRESS_NONE
                ? msi_fail(m, MS_RESULT_ORDER,
                           "%s: a step is under way: complete it with ms_backward and ms_update "
@@ -37411,6 +37611,9 @@ MEMSCALE_API void *ms_data(ms_model *model, ms_tensor tensor) {
     msi_tensor *value = &model->graph.tensors.items[t];
     const msi_format created = msi_known_format(value, role);
     const bool is_rounded = resident && resident->format != created;
+    if (memory.shard > 0) {
+        return NULL;
+    }
     value->in_place |= role == MSI_ROLE_VALUE && !is_rounded;
     return memory.format == created && !is_rounded ? memory.target : NULL;
 }
@@ -37539,6 +37742,15 @@ MEMSCALE_API ms_result ms_find_nonfinite(ms_model *model, ms_nonfinite *found) {
 
 MEMSCALE_API ms_result ms_set_gradient_factor(ms_model *model, float factor) {
     return MSI_MADE(model, msi_set_gradient_factor(model, __func__, factor));
+}
+
+MEMSCALE_API ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32_t count) {
+    if (!model || !values) {
+        return msi_fail_argument(model, __func__, "an argument is NULL");
+    }
+    ms_result result = MSI_MADE(model, msi_check_called(model, __func__));
+    MSI_THEN(result, msi_sum_over_ranks(model, values, count));
+    return result;
 }
 
 MEMSCALE_API ms_result ms_gradient_norm(ms_model *model, double *norm) {
@@ -38578,25 +38790,16 @@ static MSI_COLD const char *msi_comm_text(msi_comm_call *c, int error) {
                                      : NULL;
 }
 
-#if defined(MSI_CLOCK) && defined(__linux__) && !defined(CLOCK_MONOTONIC) // strict C: see MSI_CLOCK
-extern int nanosleep(const msi_timespec *rest, msi_timespec *left);
-#endif
-
-/* Between two questions whether something is done. Lets other threads run, and after busy_us sleeps, a
-   sixteenth of the time that has passed, 1 ms at most. 0: ask again. */
+/* 0: go on waiting, after a rest once busy_us have passed. */
 static int msi_comm_rest(const msi_comm_call *c, double waited_us, double busy_us) {
-    const double rest_us = waited_us < busy_us ? 0.0 : waited_us < 16000.0 ? waited_us / 16 : 1e3;
-#if defined(_WIN32)
-    Sleep(rest_us < 1e3 ? 0 : 1);
-#elif defined(MSI_CLOCK)
-    const msi_timespec rest = {0, (long)(1e3 * rest_us)};
-    (void)(rest_us > 0.0 ? nanosleep(&rest, NULL) : sched_yield());
-#else
-    (void)(rest_us + sched_yield());
-#endif
-    return msi_flag_is_set(&c->is_ended)                      ? MSI_COMM_ENDED
-           : c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s ? MSI_COMM_LATE
-                                                              : 0;
+    if (msi_flag_is_set(&c->is_ended)) {
+        return MSI_COMM_ENDED;
+    }
+    if (c->limit_s > 0.0 && waited_us > 1e6 * c->limit_s) {
+        return MSI_COMM_LATE;
+    }
+    msi_rest(waited_us < busy_us ? 0.0 : waited_us < 16000.0 ? waited_us / 16 : 1e3);
+    return 0;
 }
 
 static ms_comm msi_comm_of(const char *name, void *user, const msi_comm_call *call) {
@@ -39074,8 +39277,14 @@ enum {
     MSI_CUDA_THREADS = 256,
     MSI_CUDA_PARTIALS = 1024, // the most partial sums that one sum has
     MSI_CUDA_PARTIALS_BYTES = MSI_CUDA_PARTIALS * 8,
+    MSI_CUDA_CALLS = 128,       // of network_call: the most that are under way
     MSI_CUDA_BLAS_ERROR = 10000 // error numbers of cuBLAS: its status, plus this
 };
+
+typedef struct msi_cuda_call {
+    void (*function)(void *argument);
+    uint64_t argument[MSI_CALL_BYTES / sizeof(uint64_t)];
+} msi_cuda_call;
 
 typedef struct msi_cuda {
     const ms_allocator *host;
@@ -39086,6 +39295,9 @@ typedef struct msi_cuda {
     uint32_t event_count;
     int device;
     bool owns_compute, tf32;
+    cudaEvent_t called[2];               // the end of the latest calls of each half of the ring
+    uint32_t call_count;                 // modulo 2^32
+    msi_cuda_call calls[MSI_CUDA_CALLS]; // a ring
 } msi_cuda;
 
 /* The error as a number for the caller, who reports it. It is cleared in the runtime, where the
@@ -39379,6 +39591,17 @@ MSI_KERNEL msi_k_clip(ms_norm *norms, msi_cuda_limits limits, uint32_t count, ms
     for (uint64_t i = threadIdx.x; i < factor_count; i += blockDim.x) {
         msi_correct_bias(&factors[i], step);
     }
+}
+
+static __global__ void msi_k_cast_vote(ms_vote *vote, ms_vote_kind kind, const ms_step_state *step,
+                                       const ms_step_state *judged, const ms_norm *norms,
+                                       uint32_t count) {
+    msi_cast_vote(vote, kind, step, judged, norms, count);
+}
+
+static __global__ void msi_k_count_votes(const ms_vote *votes, uint32_t vote_count,
+                                         ms_step_state *judged, ms_norm *norms, uint32_t count) {
+    msi_count_votes(votes, vote_count, judged, norms, count);
 }
 
 MSI_KERNEL msi_k_factor(ms_factor_args args) {
@@ -39750,6 +39973,11 @@ static void msi_cuda_close(void *state) {
         (void)msi_cuda_error(cudaEventDestroy(c->events[i]));
     }
     msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
+    for (int half = 0; half < 2; half++) {
+        if (c->called[half]) {
+            (void)msi_cuda_error(cudaEventDestroy(c->called[half]));
+        }
+    }
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
         if (c->streams[i]) {
             (void)msi_cuda_error(cudaStreamDestroy(c->streams[i]));
@@ -39805,6 +40033,10 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT && error == 0; i++) {
         error = msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
         c->streams[i] = error ? NULL : c->streams[i];
+    }
+    for (int half = 0; half < 2 && error == 0; half++) {
+        error = msi_cuda_error(cudaEventCreateWithFlags(&c->called[half], cudaEventDisableTiming));
+        c->called[half] = error ? NULL : c->called[half];
     }
     error = error ? error : msi_cuda_make_events(c, args->event_count);
     if (error) {
@@ -39975,6 +40207,56 @@ static int msi_cuda_factor(void *state, const ms_factor_args *args) {
     return msi_cuda_launch(state, 1, msi_k_factor, *args);
 }
 
+static int msi_cuda_cast_vote(void *state, ms_vote *vote, ms_vote_kind kind,
+                              const ms_step_state *step, const ms_step_state *judged,
+                              const ms_norm *norms, uint32_t count) {
+    return msi_cuda_launch<1>(state, 1, msi_k_cast_vote, vote, kind, step, judged, norms, count);
+}
+
+static int msi_cuda_count_votes(void *state, const ms_vote *votes, uint32_t vote_count,
+                                ms_step_state *judged, ms_norm *norms, uint32_t count) {
+    return msi_cuda_launch<1>(state, 1, msi_k_count_votes, votes, vote_count, judged, norms, count);
+}
+
+static int msi_cuda_network_copy(void *state, void *target, const void *source, uint64_t bytes) {
+    return msi_cuda_memcpy(state, MS_STREAM_NETWORK, target, source, bytes, cudaMemcpyDefault);
+}
+
+/* On a thread of CUDA's: the function must not call CUDA. */
+static void CUDART_CB msi_cuda_do_call(void *user) {
+    msi_cuda_call *call = (msi_cuda_call *)user;
+    call->function(call->argument);
+}
+
+/* Before a half of the ring is used again, its calls are awaited. A recording would call with what
+   later calls have put there. */
+static int msi_cuda_network_call(void *state, void (*function)(void *argument),
+                                 const void *argument, uint32_t bytes) {
+    msi_cuda *c = (msi_cuda *)state;
+    const msi_cuda_scope scope(c->device);
+    const cudaStream_t stream = c->streams[MS_STREAM_NETWORK];
+    const uint32_t at = c->call_count % MSI_CUDA_CALLS, in_half = MSI_CUDA_CALLS / 2;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    int error = scope.error ? scope.error : msi_cuda_error(cudaStreamIsCapturing(stream, &status));
+    if (error == 0 && status != cudaStreamCaptureStatusNone) {
+        error = (int)cudaErrorStreamCaptureUnsupported;
+    } else if (error == 0 && at % in_half == 0) {
+        error = msi_cuda_error(cudaEventRecord(c->called[at == 0], stream));
+        error = error ? error : msi_cuda_error(cudaEventSynchronize(c->called[at != 0]));
+    }
+    if (error == 0) {
+        c->calls[at].function = function;
+        memcpy(c->calls[at].argument, argument, bytes);
+        error = msi_cuda_error(cudaLaunchHostFunc(stream, msi_cuda_do_call, &c->calls[at]));
+        c->call_count += error == 0;
+    }
+    return error;
+}
+
+static void *msi_cuda_network_stream(void *state) {
+    return ((const msi_cuda *)state)->streams[MS_STREAM_NETWORK];
+}
+
 static int msi_cuda_synchronize(void *state) {
     const msi_cuda *c = (const msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
@@ -40086,6 +40368,8 @@ MEMSCALE_CUDA_API ms_backend ms_backend_cuda(int device) {
     MSI_USE(synchronize), MSI_USE(record), MSI_USE(wait), MSI_USE(wait_on_host), MSI_USE(stream);
     MSI_USE(recording_begin), MSI_USE(recording_check), MSI_USE(recording_end);
     MSI_USE(recording_launch), MSI_USE(recording_release), MSI_USE(query), MSI_USE(elapsed);
+    MSI_USE(cast_vote), MSI_USE(count_votes), MSI_USE(network_copy), MSI_USE(network_call);
+    MSI_USE(network_stream);
 #undef MSI_USE
     b.add = msi_cuda_elements<true>;
     b.cast = msi_cuda_elements<false>;

@@ -1,27 +1,36 @@
 /*  test_ranks.c - several ranks train one model: threads of this process, with collectives of the test
     (threads_comm.h). Random graphs and random sharding, mixed with all techniques: replicas are equal,
     sharding changes no bit, and the ranks together compute what one rank does that accumulates over
-    their micro-batches. MEMSCALE_TEST_DAGS sets how many graphs are run, MEMSCALE_TEST_SEED which is
+    their micro-batches. On the CPU, on a device whose streams run in an adversarial order (virtual.h)
+    and, compiled for it, on the emulated GPU, by NCCL too. MEMSCALE_TEST_DAGS sets how many graphs are run, MEMSCALE_TEST_SEED which is
     the first. */
 #include "private.h"
 #include "toy_layers.h"
 #include "random_dag.h"
+#include "virtual.h"
+#include "late_dag.h"
 #include "threads_comm.h"
+
+#ifdef CUDART_EMULATION
+enum { HAS_NCCL = 1 };
+#else
+enum { HAS_NCCL = 0 };
+#endif
 
 enum { QUICK_GRAPHS = 40, GRAPHS = 1000, MOST_RANKS = 4, STEPS = 3, ROOM = 1 << 19 };
 
 // ------------------------------------------------------------------------------------------------
 // what a rank has after each step
 
-typedef struct seen {
+typedef struct snapshot {
     uint32_t used, count;
     uint32_t end[4096]; // of each item
     uint32_t value[4096];
     const char *what[4096];
     unsigned char data[ROOM];
-} seen;
+} snapshot;
 
-static bool see(seen *s, rd_net *n, const char *what, uint32_t value, ms_tensor tensor) {
+static bool see(snapshot *s, rd_net *n, const char *what, uint32_t value, ms_tensor tensor) {
     const rd_value *v = &n->run.graph->value[value];
     const uint64_t bytes = rd_bytes(v, n->run.size);
     assert_true(s->used + bytes <= ROOM && s->count < 4096);
@@ -38,7 +47,7 @@ static bool see(seen *s, rd_net *n, const char *what, uint32_t value, ms_tensor 
     return true;
 }
 
-static bool see_params(seen *s, rd_net *n) {
+static bool see_params(snapshot *s, rd_net *n) {
     const rd_graph *g = n->run.graph;
     bool fine = true;
     for (uint32_t i = 0; i < g->value_count && fine; ++i) {
@@ -57,13 +66,17 @@ static bool see_params(seen *s, rd_net *n) {
 // ------------------------------------------------------------------------------------------------
 // one graph, trained by some ranks
 
+/* LATE: the virtual device; compiled for it, the emulated GPU, with layers that run late there. */
+typedef enum place { ON_CPU, ON_LATE, ON_NCCL } place;
+
 typedef struct run {
+    place on;
     rd_graph *graph; // of each rank, a copy
     uint32_t ranks, micros, steps;
     uint64_t seed; // of what is forced; 0: nothing is
-    bool halves;
+    bool halves, replans;
     double losses[MOST_RANKS][STEPS];
-    seen *seen[MOST_RANKS];
+    snapshot *seen[MOST_RANKS];
     char failure[MOST_RANKS][RD_TEXT];
     uint64_t calls[TC_KIND_COUNT]; // of rank 0
     tc_world world;
@@ -121,15 +134,40 @@ static void begin_pass(rd_net *n, uint32_t micro) {
     }
 }
 
+/* Another plan between two steps: for another budget, or the plain one. */
+static bool replan(run *r, rd_net *n, uint32_t step) {
+    ms_memory_report report;
+    if (!r->replans || step == 0) {
+        return true;
+    }
+    if (step == 2) {
+        return is_ok(n, ms_detach(n->model), "ms_detach");
+    }
+    if (!is_ok(n, ms_report(n->model, &report), "ms_report")) {
+        return false;
+    }
+    for (uint32_t i = 0; i < n->run.graph->value_count; ++i) {
+        const rd_value *v = &n->run.graph->value[i];
+        if (v->role == RD_PARAM && rd_is_float(v)) {
+            const ms_switch force = ((r->seed >> 3) + i) % 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
+            ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_SHARDING, force);
+        }
+    }
+    const ms_result result = ms_wrap(n->model);
+    return result == MS_RESULT_INVALID || is_ok(n, result, "ms_wrap again");
+}
+
 static bool train(run *r, uint32_t rank, rd_net *n) {
     bool fine = rd_net_write(n, 0, false);
     for (uint32_t step = 0; step < r->steps && fine; ++step) {
         double loss = 0.0, sum = 0.0;
+        fine = replan(r, n, step);
         for (uint32_t micro = 0; micro < r->micros && fine; ++micro) {
             begin_pass(n, micro);
             const uint64_t round = 1 + (step * r->micros + micro) * r->ranks + rank;
             fine = rd_net_vary(n, 1 + step) && feed(n, round) &&
-                   is_ok(n, ms_step(n->model, &loss), "ms_step");
+                   is_ok(n, ms_step(n->model, &loss), "ms_step") &&
+                   (r->on == ON_CPU || is_ok(n, ms_synchronize(n->model), "ms_synchronize"));
             sum += loss;
         }
         n->run.step += 1;
@@ -139,18 +177,99 @@ static bool train(run *r, uint32_t rank, rd_net *n) {
     return fine;
 }
 
-static void show(const char *text, size_t length, void *user) {
-    (void)user;
-    fwrite(text, 1, length, stderr);
+/* Of one rank. */
+typedef struct rank_device {
+    v_device late;
+    v_layer layers[RD_LAYERS];
+} rank_device;
+
+#ifdef CUDART_EMULATION
+static int cuda_call(const ms_call *call, ms_layer_fn function) {
+    ms_call inner = *call;
+    inner.user = ((const v_layer *)call->user)->user;
+    return t_cuda_enqueue(function, &inner);
 }
+
+static int cuda_forward(const ms_call *call) {
+    return cuda_call(call, ((const v_layer *)call->user)->forward);
+}
+
+static int cuda_backward(const ms_call *call) {
+    return cuda_call(call, ((const v_layer *)call->user)->backward);
+}
+
+static int cuda_recompute(const ms_call *call) {
+    return cuda_call(call, ((const v_layer *)call->user)->recompute);
+}
+
+static ms_layer_desc cuda_move(void *layers, uint32_t layer, const ms_layer_desc *desc) {
+    ms_layer_desc d = v_wrap(desc, (v_layer *)layers + layer);
+    d.forward = cuda_forward;
+    d.backward = d.backward != NULL ? cuda_backward : NULL;
+    d.recompute = d.recompute != NULL ? cuda_recompute : NULL;
+    return d;
+}
+
+static void open_device(run *r, uint32_t rank, rank_device *device, ms_config *config) {
+    ms_nccl_id id;
+    emulation_reset(r->graph->seed * MOST_RANKS + rank);
+    if (r->on != ON_CPU) {
+        t_cuda_mark(cuda_forward);
+        t_cuda_mark(cuda_backward);
+        t_cuda_mark(cuda_recompute);
+        r->graph[rank].move = cuda_move;
+        r->graph[rank].mover = device->layers;
+    }
+    if (r->on == ON_NCCL && (ms_nccl_share_id(&config->comm, &id) != MS_RESULT_OK ||
+                             ms_comm_nccl(&id, rank, r->ranks, &config->comm) != MS_RESULT_OK)) {
+        snprintf(r->failure[rank], RD_TEXT, "%s", config->comm.name);
+    }
+}
+
+static void close_device(run *r, uint32_t rank, rank_device *device, ms_config *config) {
+    (void)device;
+    if (r->on == ON_NCCL) {
+        ms_comm_close(&config->comm);
+    }
+    const emulation_counts left = emulation_count();
+    if (left.device_allocations + left.pinned_allocations + left.streams + left.events > 0) {
+        snprintf(r->failure[rank], RD_TEXT, "the device has memory, streams or events left");
+    }
+}
+#else
+static void open_device(run *r, uint32_t rank, rank_device *device, ms_config *config) {
+    if (r->on == ON_LATE) {
+        v_open(&device->late, r->graph->seed * MOST_RANKS + rank);
+        config->backend = v_backend(&device->late);
+        r->graph[rank].move = ld_move;
+        r->graph[rank].mover = device->layers;
+    }
+}
+
+static void close_device(run *r, uint32_t rank, rank_device *device, ms_config *config) {
+    (void)config;
+    if (r->on == ON_LATE) {
+        if (device->late.engine.pending > 0 || device->late.overtaken > 0) {
+            snprintf(r->failure[rank], RD_TEXT, "work is left, or has overtaken other work");
+        }
+        v_close(&device->late);
+    }
+}
+#endif
 
 static void *work(uint32_t rank, void *argument) {
     run *r = (run *)argument;
     ms_config config = r->config;
+    rank_device *device = (rank_device *)calloc(1, sizeof *device);
     config.comm = r->world.ranks[rank].comm;
     config.comm_timeout = 20.0;
+    r->graph[rank].move = NULL;
+    open_device(r, rank, device, &config);
     rd_net *n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
     r->seen[rank]->used = r->seen[rank]->count = 0;
+    if (r->halves) {
+        rd_force_half(n, r->graph[rank].seed);
+    }
     if (r->seed) {
         force(n, r->seed);
     }
@@ -158,10 +277,10 @@ static void *work(uint32_t rank, void *argument) {
     if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
         rd_net_destroy(n);
         n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
+        if (r->halves) {
+            rd_force_half(n, r->graph[rank].seed);
+        }
         result = ms_wrap(n->model);
-    }
-    if (getenv("SHOW") && rank == 0) {
-        (void)ms_print_program(n->model, MS_PROGRAM_TRAIN, show, NULL);
     }
     if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
         ms_memory_report report;
@@ -171,14 +290,20 @@ static void *work(uint32_t rank, void *argument) {
         config.comm.abort(config.comm.user);
     }
     rd_net_destroy(n);
+    close_device(r, rank, device, &config);
+    free(device);
     return NULL;
 }
 
-static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, uint64_t seed,
-                      const ms_config *config) {
-    run *r = (run *)calloc(1, sizeof *r);
+static run *run_ranks(const rd_graph *graph, place on, uint32_t ranks, uint32_t micros,
+                      uint64_t seed, const ms_config *config, bool halves) {
+    run *r = (run *)meeting_shared(sizeof *r);
+    uint32_t failures = 0;
     assert_non_null(r);
+    r->halves = halves;
+    r->replans = seed % 3 == 1 && !halves; // a detached plan rounds nothing
     r->graph = (rd_graph *)malloc(ranks * sizeof *r->graph);
+    r->on = on;
     r->ranks = ranks;
     r->micros = micros;
     r->steps = STEPS;
@@ -187,17 +312,19 @@ static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, ui
     for (uint32_t k = 0; k < ranks; ++k) {
         r->graph[k] = *graph;
         r->graph[k].accumulation = micros;
-        r->seen[k] = (seen *)malloc(sizeof(seen));
+        r->seen[k] = (snapshot *)meeting_shared(sizeof(snapshot));
         assert_non_null(r->seen[k]);
     }
     tc_open(&r->world, ranks);
-    assert_true(tc_run(&r->world, work, r));
+    const bool ended = tc_run(&r->world, work, r);
     for (uint32_t k = 0; k < ranks; ++k) {
         if (r->failure[k][0]) {
-            fail_msg("seed %llu: rank %u of %u: %s", (unsigned long long)graph->seed, (unsigned)k,
-                     (unsigned)ranks, r->failure[k]);
+            print_error("seed %llu: rank %u of %u: %s\n", (unsigned long long)graph->seed,
+                        (unsigned)k, (unsigned)ranks, r->failure[k]);
         }
+        failures += r->failure[k][0] != 0;
     }
+    assert_true(ended && failures == 0);
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
         r->calls[kind] = r->world.ranks[0].calls_of[kind];
     }
@@ -207,13 +334,13 @@ static run *run_ranks(const rd_graph *graph, uint32_t ranks, uint32_t micros, ui
 
 static void run_free(run *r) {
     for (uint32_t k = 0; k < r->ranks; ++k) {
-        free(r->seen[k]);
+        munmap(r->seen[k], sizeof(snapshot));
     }
     free(r->graph);
-    free(r);
+    munmap(r, sizeof *r);
 }
 
-static void assert_same(const rd_graph *g, const seen *a, const seen *b, const char *of) {
+static void assert_same(const rd_graph *g, const snapshot *a, const snapshot *b, const char *of) {
     assert_int_equal(a->count, b->count);
     for (uint32_t i = 0, first = 0; i < a->count; first = a->end[i++]) {
         assert_int_equal(a->end[i], b->end[i]);
@@ -225,9 +352,12 @@ static void assert_same(const rd_graph *g, const seen *a, const seen *b, const c
     }
 }
 
-/* Graphs whose numbers do not depend on how a batch is divided: no state that forward changes. */
+/* A fifth of the graphs has values in 16 bits. */
 static rd_graph *graph_for_ranks(uint64_t seed) {
     rd_graph *g = rd_generate(seed);
+    if (seed % 5 == 2) {
+        rd_random_dtypes(g, seed + 99);
+    }
     return g;
 }
 
@@ -238,21 +368,36 @@ static void test_random_graphs(void **state) {
     uint64_t calls[TC_KIND_COUNT] = {0};
     for (uint32_t k = 0; k < count; ++k) {
         const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
-        rd_graph *g = graph_for_ranks(seed);
+        rd_graph *g = ld_make_late(graph_for_ranks(seed), NULL);
         ms_config config = t_config();
+        const bool halves = seed % 5 == 2;
+        config.master_weights = seed % 3 == 0 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        if (halves && t_is_built_in((int)g->optimizer.kind) && seed % 8 == 3) {
+            config.mixed_dtype = MS_DTYPE_F16;
+            config.early_update = MS_SWITCH_OFF;
+            config.loss_scaling.initial = 4096.0f;
+        }
         const uint32_t ranks = 2 + (uint32_t)(seed % 3), micros = g->accumulation;
-        run *plain = run_ranks(g, ranks, micros, 0, &config);
+        run *plain = run_ranks(g, ON_CPU, ranks, micros, 0, &config, halves);
         for (uint32_t r = 1; r < ranks; ++r) {
             assert_same(g, plain->seen[0], plain->seen[r], "ranks");
             assert_memory_equal(plain->losses[0], plain->losses[r], sizeof plain->losses[0]);
         }
         config.force_optimize = seed % 4 == 3;
-        run *sharded = run_ranks(g, ranks, micros, seed + 1, &config);
+        config.debug = seed % 7 == 3;
+        run *sharded = run_ranks(g, ON_CPU, ranks, micros, seed + 1, &config, halves);
         for (uint32_t r = 1; r < ranks; ++r) {
             assert_same(g, sharded->seen[0], sharded->seen[r], "ranks with shards");
         }
         if (micros == 1) {
             assert_same(g, plain->seen[0], sharded->seen[0], "whole params and shards");
+        }
+        for (int at = ON_LATE; at < ON_NCCL + HAS_NCCL; ++at) {
+            run *late = run_ranks(g, (place)at, ranks, micros, seed + 1, &config, halves);
+            for (uint32_t r = 0; r < ranks; ++r) {
+                assert_same(g, sharded->seen[0], late->seen[r], "streams at once and late");
+            }
+            run_free(late);
         }
         for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
             calls[kind] += sharded->calls[kind];
@@ -262,7 +407,8 @@ static void test_random_graphs(void **state) {
         free(g);
     }
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
-        print_message("%s: %llu\n", tc_kind_name((tc_kind)kind), (unsigned long long)calls[kind]);
+        print_message("%s: %llu\n", meeting_kind_name((tc_kind)kind),
+                      (unsigned long long)calls[kind]);
     }
 }
 

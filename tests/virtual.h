@@ -89,10 +89,13 @@ typedef enum v_kind {
     V_CLIP_SCALE,
     V_UPDATE,
     V_FACTOR,
+    V_CAST_VOTE,
+    V_COUNT_VOTES,
+    V_CALL,
     V_GEMM
 } v_kind;
 
-enum { V_TOLD_BYTES = 256 }; // that one operation carries
+enum { V_TOLD_BYTES = 256 }; // that one operation carries: of an upload, or for a call
 
 typedef struct v_work {
     v_kind kind;
@@ -105,6 +108,7 @@ typedef struct v_work {
     double factor;
     ms_dtype to, from;
     ms_norm *norms;
+    void (*call)(void *argument);
     float limits[MS_LIMIT_NORMS];
     double *sum;
     uint32_t param, *nonfinite;
@@ -154,6 +158,15 @@ static inline int v_compute(const ms_backend *cpu, const v_work *w) {
         return cpu->update(user, &w->update);
     case V_FACTOR:
         return cpu->factor(user, &w->factors);
+    case V_CAST_VOTE:
+        return cpu->cast_vote(user, (ms_vote *)w->target, (ms_vote_kind)w->byte,
+                              (const ms_step_state *)w->source, w->step, w->norms, w->param);
+    case V_COUNT_VOTES:
+        return cpu->count_votes(user, (const ms_vote *)w->source, (uint32_t)w->count, w->step,
+                                w->norms, w->param);
+    case V_CALL:
+        w->call((void *)(uintptr_t)w->told);
+        return 0;
     default:
         return cpu->gemm(user, w->alpha, &w->a, &w->b, w->beta, &w->c);
     }
@@ -171,7 +184,7 @@ static inline bool v_runs(v_device *d) {
 
 /* The bytes that an operation writes, as far as copies to the host read such. */
 static inline v_range v_written(const v_work *w) {
-    const bool judges = w->kind == V_LOSS || w->kind == V_CLIP_SCALE;
+    const bool judges = w->kind == V_LOSS || w->kind == V_CLIP_SCALE || w->kind == V_COUNT_VOTES;
     const bool of_floats = w->kind == V_FILL_F32 || w->kind == V_SCALE;
     const bool of_elements = w->kind == V_ADD || w->kind == V_CAST;
     v_range r;
@@ -333,6 +346,39 @@ static inline int v_factor(void *state, const ms_factor_args *args) {
     return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
 }
 
+static inline int v_cast_vote(void *state, ms_vote *vote, ms_vote_kind kind,
+                              const ms_step_state *step, const ms_step_state *judged,
+                              const ms_norm *norms, uint32_t count) {
+    v_work w = v_begin(V_CAST_VOTE, vote, step, sizeof *vote);
+    w.byte = (uint8_t)kind;
+    w.step = (ms_step_state *)(uintptr_t)judged;
+    w.norms = (ms_norm *)(uintptr_t)norms;
+    w.param = count;
+    return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
+}
+
+static inline int v_count_votes(void *state, const ms_vote *votes, uint32_t vote_count,
+                                ms_step_state *judged, ms_norm *norms, uint32_t count) {
+    v_work w = v_begin(V_COUNT_VOTES, NULL, votes, vote_count);
+    w.step = judged;
+    w.norms = norms;
+    w.param = count;
+    return v_put((v_state *)state, MS_STREAM_COMPUTE, &w);
+}
+
+static inline int v_network_copy(void *state, void *target, const void *source, uint64_t bytes) {
+    const v_work w = v_begin(V_COPY, target, source, bytes);
+    return v_put((v_state *)state, MS_STREAM_NETWORK, &w);
+}
+
+static inline int v_network_call(void *state, void (*function)(void *argument),
+                                 const void *argument, uint32_t bytes) {
+    v_work w = v_begin(V_CALL, NULL, NULL, 0);
+    w.call = function;
+    memcpy(w.told, argument, bytes);
+    return v_put((v_state *)state, MS_STREAM_NETWORK, &w);
+}
+
 static inline int v_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
                          float beta, const ms_matrix *c) {
     v_work w = v_begin(V_GEMM, NULL, NULL, 0);
@@ -439,10 +485,10 @@ static inline void v_close_state(void *state) {
     }
     const ms_allocator host = s->host;
     if (s->events != NULL) {
-        host.release(s->events, s->event_count * sizeof *s->events, host.user);
+        msi_release(&host, s->events, s->event_count * sizeof *s->events);
     }
     d->states -= 1;
-    host.release(s, sizeof *s, host.user);
+    msi_release(&host, s, sizeof *s);
 }
 
 /* As many events as are wanted, all or none. */
@@ -451,7 +497,7 @@ static inline int v_make_events(v_state *s, uint32_t count) {
     if (count <= before) {
         return 0;
     }
-    int *events = (int *)s->host.alloc(count * sizeof *events, s->host.user);
+    int *events = (int *)msi_alloc(&s->host, count * sizeof *events);
     if (events == NULL) {
         return V_ERROR_MEMORY;
     }
@@ -459,7 +505,7 @@ static inline int v_make_events(v_state *s, uint32_t count) {
         events[i] = i < before ? s->events[i] : streams_event_create(&s->device->engine);
     }
     if (s->events != NULL) {
-        s->host.release(s->events, before * sizeof *events, s->host.user);
+        msi_release(&s->host, s->events, before * sizeof *events);
     }
     s->events = events;
     s->event_count = count;
@@ -468,9 +514,7 @@ static inline int v_make_events(v_state *s, uint32_t count) {
 
 static inline int v_open_state(void *user, const ms_open_args *args, void **state) {
     v_device *d = (v_device *)user;
-    v_state *s = streams_fails(&d->engine)
-                     ? NULL
-                     : (v_state *)args->host->alloc(sizeof *s, args->host->user);
+    v_state *s = streams_fails(&d->engine) ? NULL : (v_state *)msi_alloc(args->host, sizeof *s);
     if (s == NULL) {
         return V_ERROR_MEMORY;
     }
@@ -608,6 +652,10 @@ static inline ms_backend v_backend(v_device *d) {
     b.update = v_update;
     b.factor = v_factor;
     b.gemm = v_gemm;
+    b.cast_vote = v_cast_vote;
+    b.count_votes = v_count_votes;
+    b.network_copy = v_network_copy;
+    b.network_call = v_network_call;
     b.synchronize = v_synchronize;
     b.record = v_record;
     b.wait = v_wait;

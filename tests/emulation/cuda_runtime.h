@@ -180,7 +180,8 @@ typedef struct CUstream_st *cudaStream_t;
 typedef struct CUevent_st *cudaEvent_t;
 typedef struct CUgraph_st *cudaGraph_t;
 typedef struct CUgraphExec_st *cudaGraphExec_t;
-typedef void (*cudaHostFn_t)(void *userData);
+#define CUDART_CB
+typedef void(CUDART_CB *cudaHostFn_t)(void *user);
 
 typedef struct cudaLaunchAttribute {
     int id;
