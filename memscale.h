@@ -15399,7 +15399,8 @@ static bool msi_may_repeat(msi_lowering *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count && may; t++) {
         const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
         may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
-              a->update_after == b->update_after && a->sharding == b->sharding;
+              a->update_after == b->update_after &&
+              msi_sharding_of(w->store, a) == msi_sharding_of(w->store, b);
         r->different[t] = memcmp(a, b, sizeof *a) != 0;
     }
     return may;

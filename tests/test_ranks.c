@@ -361,11 +361,46 @@ static rd_graph *graph_for_ranks(uint64_t seed) {
     return g;
 }
 
+/* Whether numbers of ranks can be compared with those of one rank that accumulates: no layer has a
+   state, which several ranks have each for itself, and small differences of gradients stay small. */
+static bool is_comparable(const rd_graph *g) {
+    bool fine = g->group_count == 0 && (g->optimizer.kind == MS_OPTIMIZER_SGD ||
+                                        g->optimizer.kind == MS_OPTIMIZER_NESTEROV);
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        fine = fine && !g->value[i].is_state && !g->value[i].borrowed_gradient;
+    }
+    return fine;
+}
+
+/* Equal up to the rounding of sums in another order. */
+static void assert_close(const rd_graph *g, const snapshot *a, const snapshot *b) {
+    assert_int_equal(a->count, b->count);
+    for (uint32_t i = 0, first = 0; i < a->count; first = a->end[i++]) {
+        double most = 0.0, difference = 0.0;
+        if (g->value[a->value[i]].dtype != MS_DTYPE_F32) {
+            continue;
+        }
+        for (uint32_t at = first; at < a->end[i]; at += sizeof(float)) {
+            float x, y;
+            memcpy(&x, a->data + at, sizeof x);
+            memcpy(&y, b->data + at, sizeof y);
+            most = fmax(most, fabs((double)x));
+            difference = fmax(difference, fabs((double)x - (double)y));
+        }
+        if (!(difference <= 1e-3 * most + 1e-6)) {
+            rd_print(g);
+            fail_msg("seed %llu: %s %u of ranks is off by %g of %g", (unsigned long long)g->seed,
+                     a->what[i], (unsigned)a->value[i], difference, most);
+        }
+    }
+}
+
 static void test_random_graphs(void **state) {
     (void)state;
     const uint32_t count =
         (uint32_t)t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     uint64_t calls[TC_KIND_COUNT] = {0};
+    uint32_t compared = 0; // with one rank
     for (uint32_t k = 0; k < count; ++k) {
         const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
         rd_graph *g = ld_make_late(graph_for_ranks(seed), NULL);
@@ -382,6 +417,12 @@ static void test_random_graphs(void **state) {
         for (uint32_t r = 1; r < ranks; ++r) {
             assert_same(g, plain->seen[0], plain->seen[r], "ranks");
             assert_memory_equal(plain->losses[0], plain->losses[r], sizeof plain->losses[0]);
+        }
+        if (!halves && is_comparable(g)) {
+            run *alone = run_ranks(g, ON_CPU, 1, ranks * micros, 0, &config, false);
+            assert_close(g, plain->seen[0], alone->seen[0]);
+            compared++;
+            run_free(alone);
         }
         config.force_optimize = seed % 4 == 3;
         config.debug = seed % 7 == 3;
@@ -406,6 +447,8 @@ static void test_random_graphs(void **state) {
         run_free(sharded);
         free(g);
     }
+    assert_true(compared > 0 || count < 10);
+    print_message("compared with one rank: %u\n", (unsigned)compared);
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
         print_message("%s: %llu\n", meeting_kind_name((tc_kind)kind),
                       (unsigned long long)calls[kind]);
