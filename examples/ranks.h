@@ -101,9 +101,6 @@ static int ranks_begin(int *argc, char ***argv) {
         return fail("MPI_Init_thread has failed");
     }
     atexit(ranks_finalize);
-    if (granted < MPI_THREAD_MULTIPLE) {
-        return fail("this MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE)");
-    }
     if (ms_comm_mpi(NULL, &ranks_job.comm) != MS_RESULT_OK) {
         return fail("ms_comm_mpi: %s", ranks_job.comm.name);
     }
@@ -152,22 +149,6 @@ static int ranks_comm(bool on_gpu, ms_comm *comm) {
     return 0;
 }
 
-/* The number that the first rank has. */
-static double ranks_share(double value) {
-    if (ranks_job.count > 1) {
-        MPI_Bcast(&value, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
-    }
-    return value;
-}
-
-/* The numbers of all ranks, in the first one. */
-static void ranks_collect(double value, double *all) {
-    *all = value;
-    if (ranks_job.count > 1) {
-        MPI_Gather(&value, 1, MPI_DOUBLE, all, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
-    }
-}
-
 #else
 
 static int ranks_begin(int *argc, char ***argv) {
@@ -185,31 +166,32 @@ static int ranks_comm(bool on_gpu, ms_comm *comm) {
     return 0;
 }
 
-static double ranks_share(double value) {
-    return value;
-}
-
-static void ranks_collect(double value, double *all) {
-    *all = value;
-}
-
 #endif // MEMSCALE_MPI
 
+/* Makes a number that of the first rank, on all ranks, which all call it. */
+static ms_result ranks_share(ms_model *model, double *value) {
+    *value = ranks_job.rank == 0 ? *value : 0.0;
+    return ranks_job.count > 1 ? ms_sum_over_ranks(model, value, 1) : MS_RESULT_OK;
+}
+
 /* Prints a time of each rank, or of many ranks the least and the most. */
-static int ranks_print_times(const char *what, double seconds) {
-    double *all = (double *)malloc(ranks_job.count * sizeof *all);
+static int ranks_print_times(ms_model *model, const char *what, double seconds) {
+    double *all = (double *)calloc(ranks_job.count, sizeof *all);
     if (!all) {
         return fail("no memory for the times of %u ranks", (unsigned)ranks_job.count);
     }
-    ranks_collect(seconds, all);
+    all[ranks_job.rank] = seconds;
+    if (ms_sum_over_ranks(model, all, ranks_job.count) != MS_RESULT_OK) {
+        free(all);
+        return fail("%s", ms_last_error(model));
+    }
     double least = all[0], most = all[0];
-    for (uint32_t r = 0; r < ranks_job.count && ranks_job.rank == 0; r++) {
+    for (uint32_t r = 1; r < ranks_job.count; r++) {
         least = all[r] < least ? all[r] : least;
         most = all[r] > most ? all[r] : most;
     }
     printf("ranks     %u, %s:", (unsigned)ranks_job.count, what);
-    for (uint32_t r = 0;
-         r < ranks_job.count && ranks_job.count <= RANKS_SHOWN && ranks_job.rank == 0; r++) {
+    for (uint32_t r = 0; r < ranks_job.count && ranks_job.count <= RANKS_SHOWN; r++) {
         printf(" %.2f", all[r]);
     }
     if (ranks_job.count > RANKS_SHOWN) {

@@ -776,13 +776,17 @@ typedef struct progress {
 } progress;
 
 /* On all ranks alike. */
-static void advance(progress *p, const settings *o) {
+static int advance(const trainer *t, progress *p) {
+    const settings *o = &t->options;
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
-    const double by_time =
-        o->seconds ? ranks_share((p->earlier + seconds_now() - p->started) / (double)o->seconds)
-                   : 0.0;
+    double by_time =
+        o->seconds ? (p->earlier + seconds_now() - p->started) / (double)o->seconds : 0.0;
+    if (o->seconds && ranks_share(t->model, &by_time) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
     p->done = by_steps > by_time ? by_steps : by_time;
     p->done = p->done < 1.0 ? p->done : 1.0;
+    return 0;
 }
 
 /* On a terminal one line that is rewritten; elsewhere a line for every tenth of the run. */
@@ -913,7 +917,9 @@ static int train(trainer *t) {
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
     p.terminal = ranks_job.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
-    advance(&p, o);
+    if (advance(t, &p) != 0) {
+        return 1;
+    }
     p.begun = p.done;
     p.printed = (int)(p.done * 10.0);
     if (ms_report(t->model, &report) != MS_RESULT_OK) {
@@ -922,10 +928,9 @@ static int train(trainer *t) {
     const clock_t worked = clock();
     while (p.done < 1.0 && !o->saving.is_stopped) {
         const bool reads = p.step % o->every == 0 || p.step + 1 == o->steps;
-        if (train_step(t, &p, reads) != 0) {
+        if (train_step(t, &p, reads) != 0 || advance(t, &p) != 0) {
             return 1;
         }
-        advance(&p, o);
         if (p.done >= 1.0 && ms_synchronize(t->model) != MS_RESULT_OK) {
             return fail("%s", ms_last_error(t->model));
         }
@@ -937,9 +942,8 @@ static int train(trainer *t) {
             return 1;
         }
     }
-    if (ranks_job.count > 1 &&
-        ranks_print_times("processor time in each", (double)(clock() - worked) / CLOCKS_PER_SEC) !=
-            0) {
+    const double busy = (double)(clock() - worked) / CLOCKS_PER_SEC;
+    if (ranks_job.count > 1 && ranks_print_times(t->model, "processor time in each", busy) != 0) {
         return 1;
     }
     if (o->saving.is_stopped) {
