@@ -652,7 +652,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
            (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
            (long long)t->shape.batch, (long long)t->shape.sequence);
-    printf(ranks_job.count > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks_job.count);
+    printf(ranks_count() > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks_count());
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {
@@ -755,10 +755,10 @@ static int print_device_memory(trainer *t) {
 // ---- training -----------------------------------------------------------------------------------
 
 /* Writes the next batch of this rank: of one for each, which all ranks draw alike, its own. */
-static int write_batch(trainer *t) {
-    for (uint32_t r = 0; r < ranks_job.count; r++) {
+static int write_own_batch(trainer *t) {
+    for (uint32_t r = 0; r < ranks_count(); r++) {
         t->kind->draw_batch(t);
-        if (r == ranks_job.rank &&
+        if (r == ranks_job.comm.rank &&
             (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
              ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK)) {
             return fail("%s", ms_last_error(t->model));
@@ -807,7 +807,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
            (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
-                    t->shape.sequence * (int64_t)ranks_job.count) /
+                    t->shape.sequence * (int64_t)ranks_count()) /
                seconds,
            mebibytes(arena_bytes));
     if (p->done < 1.0) {
@@ -835,7 +835,7 @@ static int train_step(trainer *t, progress *p, bool reads) {
     ms_set_group_learning_rate(t->model, t->matrices, learning_rate(t, p));
     for (int64_t i = 0; i < batches; i++) {
         double loss = 0.0;
-        if (write_batch(t) != 0) {
+        if (write_own_batch(t) != 0) {
             return 1;
         }
         if (ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
@@ -864,7 +864,7 @@ static void print_loss_scale(const trainer *t) {
 /* Batches of each rank, of which all together have that many. Debug mode takes long, and sees in one
    batch what it would in others. */
 static int held_out_batches(const trainer *t) {
-    const int count = (int)ranks_job.count;
+    const int count = (int)ranks_count();
     const int all = t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
     return t->options.debug ? 1 : (all + count - 1) / count;
 }
@@ -877,7 +877,7 @@ static int held_out_loss(trainer *t, double *mean) {
     t->held_out = 0;
     for (int i = 0; i < held_out_batches(t); i++) {
         double loss;
-        if (write_batch(t) != 0) {
+        if (write_own_batch(t) != 0) {
             return 1;
         }
         if (ms_eval(t->model, &loss) != MS_RESULT_OK) {
@@ -901,8 +901,7 @@ static int evaluate(trainer *t, bool is_trained) {
         return 1;
     }
     printf("held out  loss %.4f on %d batches of text that training %s\n", loss,
-           held_out_batches(t) * (int)ranks_job.count,
-           is_trained ? "has not seen" : "will not see");
+           held_out_batches(t) * (int)ranks_count(), is_trained ? "has not seen" : "will not see");
     fflush(stdout);
     return 0;
 }
@@ -916,7 +915,7 @@ static int train(trainer *t) {
     p.started = seconds_now();
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
-    p.terminal = ranks_job.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
+    p.terminal = ranks_count() == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
     if (advance(t, &p) != 0) {
         return 1;
     }
@@ -943,7 +942,7 @@ static int train(trainer *t) {
         }
     }
     const double busy = (double)(clock() - worked) / CLOCKS_PER_SEC;
-    if (ranks_job.count > 1 && ranks_print_times(t->model, "processor time in each", busy) != 0) {
+    if (ranks_count() > 1 && ranks_print_times(t->model, "processor time in each", busy) != 0) {
         return 1;
     }
     if (o->saving.is_stopped) {
@@ -997,7 +996,7 @@ static int verify(trainer *t) {
     worst_table table;
     ms_verify_report r;
     memset(&table, 0, sizeof table);
-    if (write_batch(t) != 0) {
+    if (write_own_batch(t) != 0) {
         return 1;
     }
     if (ms_verify(t->model, add_difference, &table, &r) != MS_RESULT_OK) {
