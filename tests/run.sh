@@ -622,7 +622,7 @@ check_shared_options() {
         done
     done
     for command in 'gpt2 --preset none' 'gpt2 --mode none' 'gpt2 --off none' 'gpt2 --offload none' \
-        'gpt2 --optimizer none' 'gpt2 --state none' 'gpt2 --precision none' 'gpt2 --sequence 5000' \
+        'gpt2 --optimizer none' 'gpt2 --shard none' 'gpt2 --state none' 'gpt2 --precision none' 'gpt2 --sequence 5000' \
         'gpt2 --dropout 1' 'gpt2 --graph' 'gpt2 --device none' 'bert --preset none' 'cnn --offload none' \
         'lora --preset none' 'llama --write none/none' 'llama --write LICENSE' 'llama --from none' 'llama --from docs' \
         'llama --from LICENSE' 'llama --from LICENSE --preset tiny' 'llama --write-type f16' 'llama --prompt' \
@@ -633,7 +633,7 @@ check_shared_options() {
     for command in layout 'layout trace:4' chain 'chain tests/chain.csv much' 'gpu --warmup 65' \
         'overhead --repeats 101' 'update --repeats 101' 'tiles --repeats 65' 'save --rounds 33' \
         'save --preset none' 'slices --preset none' 'predict --steps 33' 'offload --preset none' \
-        'timeline --device none' 'timeline --out a.svg b.svg' 'workloads --model none' 'whole --mode none'; do
+        'timeline --device none' 'timeline --out a.svg b.svg' 'ranks --part none' 'workloads --model none' 'whole --mode none'; do
         build quick build/quick/bench/${command%% *} && refuses build/quick/bench/$command || status=1
     done
     return $status

@@ -84,7 +84,7 @@ static size_text show_ranks(const estimate *e) {
     size_text s;
     s.text[0] = 0;
     if (e->options.ranks > 1) {
-        snprintf(s.text, sizeof s.text, " on each of %lld ranks", (long long)e->options.ranks);
+        snprintf(s.text, sizeof s.text, " on each of %d ranks", (int)e->options.ranks);
     }
     return s;
 }
