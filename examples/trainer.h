@@ -915,7 +915,7 @@ static int train(trainer *t) {
     p.started = seconds_now();
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
-    p.terminal = ranks_count() == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
+    p.terminal = !ranks_job.comm.size && isatty(STDOUT_FILENO) != 0; // mpirun pretends one
     if (advance(t, &p) != 0) {
         return 1;
     }

@@ -123,10 +123,19 @@ $(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
 	$(call say,$(CXX) $@) $(emulated_test) $(depends) -o $(beside) $< -x none $(emulated)/cuda.a \
 	 $(LDFLAGS) $(CMOCKA) -lm -pthread $(in_place)
 
+# Ranks with an emulated GPU each, by the emulation of NCCL.
+emulated_by_mpi := $(patsubst $(OUT)/%,$(emulated)/%,$(by_mpi))
+$(emulated)/memscale_mpi.o: tests/compile_implementation.c $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O2 -Itests/emulation -I. $(with_mpi) -DMEMSCALE_NCCL \
+	 $(CFLAGS) $(depends) -c -o $(beside) $< $(in_place)
+$(emulated_by_mpi): $(emulated)/memscale_mpi.o
+$(emulated_by_mpi): private on_object += $(with_mpi) -DMEMSCALE_NCCL
+$(emulated_by_mpi): private LDFLAGS += $(filter-out -isystem%,$(MPI))
 $(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
-	 -DNN_CUDA $(on_object) $(CFLAGS) $(depends) -o $(beside) $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread $(in_place)
+	 -DNN_CUDA $(on_object) $(CFLAGS) $(depends) -o $(beside) $< $(filter %.o,$^) $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread $(in_place)
 
 $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
 	@mkdir -p $(@D)
