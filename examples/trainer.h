@@ -718,8 +718,9 @@ static int write_metrics(const trainer *t, FILE *file) {
 
 static int write_file(const trainer *t, const char *path,
                       int (*write)(const trainer *t, FILE *file)) {
-    FILE *file = path ? fopen(path, "wb") : NULL;
-    if (!path) {
+    const bool writes = path && ranks_job.comm.rank == 0;
+    FILE *file = writes ? fopen(path, "wb") : NULL;
+    if (!writes) {
         return 0;
     }
     const bool written = file && write(t, file) == 0 && !ferror(file);
