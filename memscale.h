@@ -12941,10 +12941,12 @@ typedef struct msi_tile_run {
     bool for_backward; // the run is for the group's own backward
 } msi_tile_run;
 
-/* Params whose gradient is complete, to be updated in this order, and the updates to emit next. */
+/* Params whose gradient is complete, to be updated in this order, or with accumulation and shards of
+   gradients to be added up; their bytes; and the updates to emit next. */
 typedef struct msi_update_queue {
     uint32_t *params;
     uint32_t first, end;
+    uint64_t bytes;
     msi_param_update updates[MSI_MOST_TOGETHER];
     uint32_t update_count;
     msi_batch batch; // of their params
@@ -13431,6 +13433,7 @@ static void msi_start_program(msi_lowering *w, const msi_tensor_decision *decisi
     w->program = p;
     w->decisions = decisions;
     w->queue.first = w->queue.end = w->queue.update_count = 0;
+    w->queue.bytes = 0;
     w->has_narrow = w->scales_loss = w->is_seeded = w->has_tiles = w->has_moves = false;
     w->tiles.groups.count = w->tiles.run_number = 0;
     w->tiles.group = NULL;
@@ -14719,8 +14722,24 @@ static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
     }
     msi_use_both(w, shard, false, gradient);
     msi_set_now(w, w->now.gradient, t, shard);
-    if (accumulates && sharding > MSI_SHARDS_STATE && shard != MSI_NONE) {
-        msi_lower_accumulation(w, t, shard);
+    if (accumulates && sharding > MSI_SHARDS_STATE) {
+        w->queue.params[w->queue.end++] = t;
+        w->queue.bytes += w->graph->tensors.items[t].bytes;
+    }
+}
+
+/* Adds up the shards of gradients of which ranks have had time to exchange the sum: while backward has
+   gone on to as many bytes of other params; or, after the last layer, all. */
+static void msi_lower_accumulations(msi_lowering *w, bool ends) {
+    while (w->queue.first < w->queue.end && !w->program->out_of_memory) {
+        const uint32_t t = w->queue.params[w->queue.first];
+        const uint64_t bytes = w->graph->tensors.items[t].bytes;
+        if (!ends && w->queue.bytes - bytes < bytes) {
+            return;
+        }
+        w->queue.bytes -= bytes;
+        w->queue.first++;
+        msi_lower_accumulation(w, t, msi_now(w, w->now.gradient, t));
     }
 }
 
@@ -15037,11 +15056,13 @@ static uint32_t msi_next_early(msi_param_cursor *c, const msi_tensor_decision *d
 
 /* Decides when params are updated: inside backward those that are forced, and if `early` all that
    may be. They are updated in the order in which their gradients are complete, as soon as the
-   gradients that wait exceed lag_bytes. */
+   gradients that wait exceed lag_bytes; where ranks exchange them, while backward has gone on to as
+   many bytes of other params, which takes about as long. */
 static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool early,
-                              uint64_t lag_bytes) {
+                              bool exchanges, uint64_t lag_bytes) {
     msi_param_cursor head = {g, g->layers.count, 0}, tail = head;
-    uint64_t waiting_bytes = 0;
+    uint64_t waiting_bytes = 0, head_bytes = 0;
+    uint32_t first = MSI_NONE; // the head
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const bool forced = tensor->technique[MS_TECHNIQUE_EARLY_UPDATE] == MS_SWITCH_ON;
@@ -15051,10 +15072,16 @@ static void msi_place_updates(const msi_graph *g, msi_tensor_decision *d, bool e
         for (uint32_t t; (t = msi_next_early(&tail, d, i)) != MSI_NONE;) {
             waiting_bytes += g->tensors.items[t].bytes;
         }
-        while (waiting_bytes > lag_bytes) {
-            const uint32_t t = msi_next_early(&head, d, i);
-            waiting_bytes -= g->tensors.items[t].bytes;
-            d[t].update_after = i;
+        for (;;) {
+            first = first == MSI_NONE && waiting_bytes > 0 ? msi_next_early(&head, d, i) : first;
+            head_bytes = first == MSI_NONE ? 0 : g->tensors.items[first].bytes;
+            if (first == MSI_NONE || waiting_bytes <= lag_bytes ||
+                (exchanges && i > 0 && waiting_bytes - head_bytes < head_bytes)) {
+                break;
+            }
+            waiting_bytes -= head_bytes;
+            d[first].update_after = i;
+            first = MSI_NONE;
         }
     }
 }
@@ -15179,15 +15206,22 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
                 msi_lower_reduction(w, t);
             }
         }
-        msi_lower_early_updates(w, layer);
+        if (w->store->micro_count < 2) { // else the queue has shards to add up
+            msi_lower_early_updates(w, layer);
+        }
         for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) { // what no update has used up
             const bool is_there = msi_now(w, w->now.gradient, param.tensor) != MSI_NONE;
-            if (is_there && msi_is_moved(w, param.tensor, MSI_ROLE_GRADIENT)) {
+            const bool adds_up =
+                w->store->micro_count > 1 && msi_sharding_at(w, param.tensor) > MSI_SHARDS_STATE;
+            if (is_there && msi_is_moved(w, param.tensor, MSI_ROLE_GRADIENT) && !adds_up) {
                 msi_send(w, param.tensor, MSI_ROLE_GRADIENT);
                 msi_set_now(w, w->now.gradient, param.tensor, MSI_NONE);
             }
         }
         msi_drop_params(w, l);
+    }
+    if (w->store->rank_count > 1 && w->store->micro_count > 1) {
+        msi_lower_accumulations(w, layer == 0);
     }
 }
 
@@ -15363,7 +15397,7 @@ static bool msi_may_repeat(msi_lowering *w) {
     for (uint32_t t = 0; t < w->graph->tensors.count && may; t++) {
         const msi_tensor_decision *a = &r->decisions[t], *b = &w->decisions[t];
         may = a->tiles == b->tiles && a->begins_group == b->begins_group &&
-              a->update_after == b->update_after;
+              a->update_after == b->update_after && a->sharding == b->sharding;
         r->different[t] = memcmp(a, b, sizeof *a) != 0;
     }
     return may;
@@ -15515,8 +15549,12 @@ static void msi_repeat_block(msi_lowering *w, uint32_t number) {
         r->was[written->word] = written->range;
         msi_set_now(w, w->now.snapshot, written->word, msi_renamed(r, written->range));
     }
-    w->queue.first = of[1].queue_first;
-    w->queue.end = of[1].queue_end;
+    for (; w->queue.end < of[1].queue_end; w->queue.end++) {
+        w->queue.bytes += w->graph->tensors.items[w->queue.params[w->queue.end]].bytes;
+    }
+    for (; w->queue.first < of[1].queue_first; w->queue.first++) {
+        w->queue.bytes -= w->graph->tensors.items[w->queue.params[w->queue.first]].bytes;
+    }
     code->norm = msi_renamed(r, number == 2 * w->graph->layers.count + 2 ? r->code.norm : MSI_NONE);
 }
 
@@ -16063,18 +16101,23 @@ static void msi_leave_out(msi_scheduling *s) {
 }
 
 /* When each copy in should begin: in time to be done when it is needed, and before the next copy of
-   its engine begins. Goes from the last copy to the first. */
+   its engine begins; and so much earlier as the stream is busy with copies out before that. Goes from
+   the last copy to the first. */
 static void msi_find_starts(msi_scheduling *s) {
-    double next_us[MSI_ENGINE_COUNT];
+    double next_us[MSI_ENGINE_COUNT], busy_us[MS_STREAM_COUNT] = {0.0};
     for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         next_us[engine] = 1e300;
     }
     for (uint32_t k = s->transfer_count; k-- > 0;) {
         msi_transfer *t = &s->transfers[k];
+        double *busy = &busy_us[msi_engines[t->engine].stream];
         if (msi_is_in(t) && !t->is_left_out) {
             const double needed_us = s->begin_us[t->needed], before_us = next_us[t->engine];
-            t->start_us = (needed_us < before_us ? needed_us : before_us) - t->us;
+            t->start_us = (needed_us < before_us ? needed_us : before_us) - t->us - *busy;
             next_us[t->engine] = t->start_us;
+            *busy = 0.0;
+        } else if (!msi_is_in(t)) {
+            *busy += t->us;
         }
     }
 }
@@ -18898,7 +18941,7 @@ static void msi_decide_base(const msi_search *search, msi_tensor_decision *decis
          search->tiling > 0 && k < search->tilings->end[search->tiling]; k++) {
         msi_decide_tiles_in_time(g, s->costs, decisions, &search->tilings->groups.items[k]);
     }
-    msi_place_updates(g, decisions, search->how.early, 0);
+    msi_place_updates(g, decisions, search->how.early, s->store->rank_count > 1, 0);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -19691,7 +19734,7 @@ static uint64_t msi_enough_of_list(const msi_search *s) {
 /* Goes back to a plan of the list, and lays it out; an arena of `enough` bytes will do. */
 static void msi_return_to(msi_greedy *w, const msi_prefix *prefix, uint64_t enough) {
     w->search->how.early = prefix->early;
-    msi_place_updates(w->graph, w->decisions, prefix->early, 0);
+    msi_place_updates(w->graph, w->decisions, prefix->early, w->scorer->store->rank_count > 1, 0);
     msi_set_drops(w, prefix->drop_count);
     w->score = msi_search_estimate(w->search, w->decisions);
     (void)msi_fits(w->scorer, &w->score, MSI_NO_BUDGET, enough);
@@ -21386,7 +21429,8 @@ static msi_score msi_estimate_groups(msi_exhaustive *all, const msi_groups *grou
     }
     if (all->late_group != MSI_NONE) {
         all->search->how.early = !msi_has_group(groups, all->late_group);
-        msi_place_updates(all->graph, all->decisions, all->search->how.early, 0);
+        msi_place_updates(all->graph, all->decisions, all->search->how.early,
+                          all->search->scorer->store->rank_count > 1, 0);
     }
     return msi_search_estimate(all->search, all->decisions);
 }
@@ -22462,7 +22506,7 @@ static bool msi_begin_list(msi_solver *s, msi_greedy *w) {
     if (!fits && may_be_early) {
         w->search->may_delay = !always_early;
         w->search->how.early = true;
-        msi_place_updates(w->graph, w->decisions, true, 0);
+        msi_place_updates(w->graph, w->decisions, true, w->scorer->store->rank_count > 1, 0);
         w->score = msi_search_estimate(w->search, w->decisions);
         fits = msi_add_prefix(w) && msi_fits(w->scorer, &w->score, w->search->budget, 0);
     }
@@ -22799,9 +22843,10 @@ static void msi_score_again(msi_solver *s, uint64_t arena_bytes) {
 static void msi_relax_updates(msi_solver *s) {
     static const uint64_t lags[] = {64u << 20, 32u << 20, 16u << 20, 8u << 20};
     const uint64_t arena_bytes = s->score.bytes, host_bytes = s->score.host_bytes;
+    const bool exchanges = s->scorer->store->rank_count > 1;
     const double us = s->score.us;
     for (int i = 0; i < (int)(sizeof lags / sizeof lags[0]) && !msi_is_short(s->scorer); i++) {
-        msi_place_updates(s->scorer->graph, s->plan->decisions, true, lags[i]);
+        msi_place_updates(s->scorer->graph, s->plan->decisions, true, exchanges, lags[i]);
         s->score = msi_estimate(s->scorer, s->plan->decisions);
         if (!(s->score.us < us) && !(s->score.us > us) &&
             msi_fits(s->scorer, &s->score, arena_bytes, arena_bytes) &&
@@ -22809,7 +22854,7 @@ static void msi_relax_updates(msi_solver *s) {
             return;
         }
     }
-    msi_place_updates(s->scorer->graph, s->plan->decisions, true, 0);
+    msi_place_updates(s->scorer->graph, s->plan->decisions, true, exchanges, 0);
     msi_score_again(s, arena_bytes);
 }
 
@@ -23574,6 +23619,7 @@ typedef struct msi_fold {
     uint32_t *tensor_of; // per tensor that the fold has: its number there
     uint64_t bytes;      // of these five
     bool out_of_memory;
+    bool exchanges; // several ranks train the model
 } msi_fold;
 
 /* How far after a layer another one comes, if there is one. */
@@ -23893,7 +23939,7 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
         decisions[t] = folded[f->tensor_of[of]];
     }
     decisions[g->tensors.count] = folded[f->graph.tensors.count];
-    msi_place_updates(g, decisions, early, 0);
+    msi_place_updates(g, decisions, early, f->exchanges, 0);
     msi_mend_groups(g, decisions);
 }
 
@@ -24841,6 +24887,9 @@ static ms_result msi_make_plan(ms_model *m, const msi_store *store, msi_goal goa
     const bool may_fold = MSI_HAS_PLANNER && !m->loaded.is_open && !largest &&
                           goal != MSI_GOAL_PLAIN && goal != MSI_GOAL_SQUEEZED;
     const bool folds = may_fold && msi_fold_init(&fold, &m->graph, &m->config.allocator);
+    if (folds) {
+        fold.exchanges = m->ranks.count > 1;
+    }
     *made = NULL;
     ms_result result = may_fold && fold.out_of_memory ? msi_fail_memory(m, "the fold", fold.bytes)
                        : folds ? msi_solve_guided(m, store, &fold, &request, made)

@@ -232,6 +232,15 @@ static void nccl_run(void *(*work)(uint32_t rank, void *argument)) {
     munmap(t, sizeof *t);
 }
 
+static ms_collective one_float(void *x, void *stream) {
+    ms_collective c;
+    memset(&c, 0, sizeof c);
+    c.send = c.receive = x;
+    c.count = 1;
+    c.stream = stream;
+    return c;
+}
+
 static void *nccl_check_all(uint32_t rank, void *argument) {
     nccl_test *t = (nccl_test *)argument;
     for (uint64_t seed = 0; seed < 4; ++seed) {
@@ -241,7 +250,9 @@ static void *nccl_check_all(uint32_t rank, void *argument) {
         t->wrong[rank] += cc_check_all(&comm, &device);
         nccl_expect(t, rank, comm.check(comm.user) == 0, "an error");
         const double begin_us = t_hook.platform_us();
-        ms_comm_close(&comm);
+        ms_collective barrier = one_float(NULL, device.stream);
+        nccl_expect(t, rank, comm.barrier(comm.user, &barrier) == 0, "a barrier");
+        ms_comm_close(&comm); // waits for it
         nccl_expect(t, rank, t_hook.platform_us() - begin_us < 3e7, "an end by force");
         cudaStreamDestroy((cudaStream_t)device.stream);
         const emulation_counts left = emulation_count();
@@ -253,15 +264,6 @@ static void *nccl_check_all(uint32_t rank, void *argument) {
 static void test_nccl(void **state) {
     (void)state;
     nccl_run(nccl_check_all);
-}
-
-static ms_collective one_float(void *x, void *stream) {
-    ms_collective c;
-    memset(&c, 0, sizeof c);
-    c.send = c.receive = x;
-    c.count = 1;
-    c.stream = stream;
-    return c;
 }
 
 /* The last rank does not come: the others see that nothing happens, and end it on their side. */

@@ -6,6 +6,7 @@
 #include "nccl.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <vector>
@@ -191,15 +192,22 @@ ncclResult_t call(const char *name, tc_kind kind, const void *send, void *receiv
     return begin(comm, std::vector<called>(1, c));
 }
 
-/* The file, or NULL. */
+/* The file, made by the rank that comes first; or NULL. */
 meeting *map(const char *path) {
     const size_t bytes = meeting_bytes(MEETING_MOST_RANKS);
-    const int file = open(path, O_RDWR);
-    void *const at =
-        file < 0 ? MAP_FAILED : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    if (file >= 0) {
-        close(file);
+    const int file = open(path, O_RDWR | O_CREAT, 0600);
+    if (file < 0 || flock(file, LOCK_EX) != 0) {
+        return nullptr;
     }
+    const bool is_new = lseek(file, 0, SEEK_END) == 0;
+    void *const at = is_new && ftruncate(file, static_cast<off_t>(bytes)) != 0
+                         ? MAP_FAILED
+                         : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (is_new && at != MAP_FAILED) {
+        meeting_open(static_cast<meeting *>(at), 0);
+    }
+    flock(file, LOCK_UN); /* the mapping would keep it */
+    close(file);
     return at == MAP_FAILED ? nullptr : static_cast<meeting *>(at);
 }
 
@@ -235,19 +243,11 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
         return ncclSystemError;
     }
     memset(id, 0, sizeof(*id));
-    snprintf(id->internal, sizeof(id->internal), "/tmp/emulated-nccl-XXXXXX");
-    const int file = mkstemp(id->internal);
-    const bool is_made =
-        file >= 0 && ftruncate(file, static_cast<off_t>(meeting_bytes(MEETING_MOST_RANKS))) == 0;
-    meeting *const at = is_made ? map(id->internal) : nullptr;
-    if (at) {
-        meeting_open(at, 0);
-        munmap(at, meeting_bytes(MEETING_MOST_RANKS));
-    }
-    if (file >= 0) {
-        close(file);
-    }
-    return at ? ncclSuccess : ncclSystemError;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    snprintf(id->internal, sizeof(id->internal), "/tmp/emulated-nccl-%ld-%ld-%ld",
+             static_cast<long>(getpid()), static_cast<long>(now.tv_sec), now.tv_nsec);
+    return ncclSuccess;
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *made, int ranks, ncclUniqueId id, int rank,
