@@ -9117,13 +9117,12 @@ MEMSCALE_API const ms_hardware *ms_hardware_find(const char *name) {
    collectives reach; the shortest time of a collective; whether it is the link to the host.
    Sources: NVLink of an SXM module in one direction, half of what its data sheet states: V100 6 links of
      25 GB/s, A100 12 of 25, H100 and H200 18 of 25, B200 18 of 50. Ethernet (IEEE 802.3) and
-     InfiniBand (InfiniBand Trade Association, four lanes): the data rate of one port for each rank.
-     Shares are those of NCCL's model of a machine (src/graph/topo.h): 20 of 25 GB/s of a link of NVLink,
-     12 of 15.75 of PCI Express 3.0 x16, 12 of 12.5 of a port with 100 Gb/s. On H100, where these give
-     360 GB/s, its authors expect just that (github.com/NVIDIA/nccl-tests, issue 326).
-     Latencies are of the order of what nccl-tests measures of 8 bytes among 8 ranks (20 us by NVLink,
-     40 by PCI Express: github.com/NVIDIA/nccl, issue 1530); by TCP an estimate.
-     memory: ranks that are processes of one machine, by ms_comm_mpi: measured (docs/ranks.md) */
+     InfiniBand (four lanes): the data rate of one port for each rank. Shares: NCCL's model of a machine
+     (src/graph/topo.h), 20 of 25 GB/s of a link of NVLink, 12 of 15.75 of PCI Express 3.0 x16, 12 of
+     12.5 of a port with 100 Gb/s; its authors expect 360 GB/s on H100, too (github.com/NVIDIA/nccl-tests,
+     issue 326). Times: the order of what nccl-tests measures of 8 bytes among 8 ranks (40 us by PCI
+     Express: github.com/NVIDIA/nccl, issue 1530); by TCP an estimate. memory, between processes of one
+     machine, by ms_comm_mpi: measured (docs/ranks.md) */
 #define MSI_NETWORKS(X)                                                                            \
     X("nvlink", 0.0, 0.8, 20.0, false)                                                             \
     X("pcie", 0.0, 0.76, 40.0, true)                                                               \
@@ -9164,9 +9163,8 @@ MEMSCALE_API bool ms_network_named(const char *name, ms_hardware *hardware) {
         return false;
     }
     const bool is_link = msi_networks[i].is_link;
-    const double gb_per_s = msi_networks[i].gb_per_s > 0.0 ? msi_networks[i].gb_per_s
-                            : is_link                      ? hardware->to_device_gb_per_s
-                                                           : msi_nvlink_gb_per_s(hardware);
+    double gb_per_s = is_link ? hardware->to_device_gb_per_s : msi_nvlink_gb_per_s(hardware);
+    gb_per_s = msi_networks[i].gb_per_s > 0.0 ? msi_networks[i].gb_per_s : gb_per_s;
     if (gb_per_s <= 0.0 && !is_link) {
         return false;
     }

@@ -55,7 +55,7 @@ static void mask_sequence(trainer *t, int32_t *tokens, int32_t *targets) {
 
 static void draw_batch(trainer *t) {
     const int64_t sequence = t->shape.sequence;
-    const int64_t guesses = t->shape.batch * masked_count(sequence) * (int64_t)ranks_job.count;
+    const int64_t guesses = t->shape.batch * masked_count(sequence) * (int64_t)ranks_count();
     for (int64_t b = 0; b < t->shape.batch; b++) {
         draw_window(t, sequence);
         mask_sequence(t, t->tokens + b * sequence, t->targets + b * sequence);

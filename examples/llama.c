@@ -142,7 +142,7 @@ static int choose_preset(llama *l) {
 
 /* Before training, which may take long. */
 static int check_folder(llama *l) {
-    return ranks_job.rank > 0 || weights_check_folder(&l->out, l->write)
+    return ranks_job.comm.rank > 0 || weights_check_folder(&l->out, l->write)
                ? 0
                : fail("--write %s: %s", l->write, l->out.error);
 }
@@ -345,7 +345,7 @@ static int write_tokenizer(llama *l) {
 
 /* What ranks share out among them all have to read, and the first one writes it. */
 static int write_weights(llama *l) {
-    const char *folder = ranks_job.rank == 0 ? l->write : NULL;
+    const char *folder = ranks_job.comm.rank == 0 ? l->write : NULL;
     if (!weights_write_folder(l->t.model, l->t.net, &l->layout, &l->config, folder, &l->out)) {
         return fail("--write %s: %s", l->write, l->out.error);
     }

@@ -25,19 +25,22 @@
 
 enum { RANKS_SHOWN = 8 };
 
-/* The ranks of this job; of one rank alone count is 1, and comm is zero. */
+/* The comms of this job; both are zero if there is one rank. */
 static struct {
-    uint32_t rank, count;
     ms_comm comm;   // between hosts
     ms_comm on_gpu; // between devices, once ranks_comm was asked for it
-} ranks_job = {0, 1, {0}, {0}};
+} ranks_job;
+
+static uint32_t ranks_count(void) {
+    return ranks_job.comm.size > 0 ? ranks_job.comm.count : 1;
+}
 
 /* Errors of the others name their rank. */
 static void ranks_name(void) {
     const size_t used = strlen(options_program);
-    if (ranks_job.rank > 0) {
+    if (ranks_job.comm.rank > 0) {
         snprintf(options_program + used, sizeof options_program - used, " (rank %u)",
-                 (unsigned)ranks_job.rank);
+                 (unsigned)ranks_job.comm.rank);
     }
 }
 
@@ -101,16 +104,11 @@ static int ranks_begin(int *argc, char ***argv) {
         return fail("MPI_Init_thread has failed");
     }
     atexit(ranks_finalize);
-    if (granted < MPI_THREAD_MULTIPLE) {
-        return fail("this MPI does not allow calls from several threads (MPI_THREAD_MULTIPLE)");
-    }
     if (ms_comm_mpi(NULL, &ranks_job.comm) != MS_RESULT_OK) {
         return fail("ms_comm_mpi: %s", ranks_job.comm.name);
     }
-    ranks_job.rank = ranks_job.comm.rank;
-    ranks_job.count = ranks_job.comm.count;
     ranks_choose_gpu();
-    return ranks_job.rank == 0 || freopen("/dev/null", "w", stdout) ? 0 : fail("no /dev/null");
+    return ranks_job.comm.rank == 0 || freopen("/dev/null", "w", stdout) ? 0 : fail("no /dev/null");
 }
 
 /* Whether all ranks come here within a second: with the same mistake in their options, say. */
@@ -129,7 +127,7 @@ static bool ranks_end_together(void) {
    ended too. */
 static int ranks_end(int status) {
     fflush(NULL);
-    if (status != 0 && ranks_job.count > 1 && !ranks_end_together()) {
+    if (status != 0 && ranks_count() > 1 && !ranks_end_together()) {
         MPI_Abort(MPI_COMM_WORLD, status);
     }
     return status;
@@ -138,34 +136,19 @@ static int ranks_end(int status) {
 /* The comm of a model: between the hosts, or where NCCL is compiled in between GPUs. */
 static int ranks_comm(bool on_gpu, ms_comm *comm) {
 #ifdef MEMSCALE_NCCL
-    if (on_gpu && ranks_job.count > 1 && ranks_job.on_gpu.size == 0) {
+    if (on_gpu && ranks_count() > 1 && ranks_job.on_gpu.size == 0) {
         ms_nccl_id id;
         if (ms_nccl_share_id(&ranks_job.comm, &id) != MS_RESULT_OK) {
             return fail("NCCL gives no id");
         }
-        if (ms_comm_nccl(&id, ranks_job.rank, ranks_job.count, &ranks_job.on_gpu) != MS_RESULT_OK) {
+        if (ms_comm_nccl(&id, ranks_job.comm.rank, ranks_count(), &ranks_job.on_gpu) !=
+            MS_RESULT_OK) {
             return fail("ms_comm_nccl: %s", ranks_job.on_gpu.name);
         }
     }
 #endif
     *comm = on_gpu && ranks_job.on_gpu.size > 0 ? ranks_job.on_gpu : ranks_job.comm;
     return 0;
-}
-
-/* The number that the first rank has. */
-static double ranks_share(double value) {
-    if (ranks_job.count > 1) {
-        MPI_Bcast(&value, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
-    }
-    return value;
-}
-
-/* The numbers of all ranks, in the first one. */
-static void ranks_collect(double value, double *all) {
-    *all = value;
-    if (ranks_job.count > 1) {
-        MPI_Gather(&value, 1, MPI_DOUBLE, all, 1, MPI_DOUBLE, 0, MPI_COMM_WORLD);
-    }
 }
 
 #else
@@ -185,34 +168,35 @@ static int ranks_comm(bool on_gpu, ms_comm *comm) {
     return 0;
 }
 
-static double ranks_share(double value) {
-    return value;
-}
-
-static void ranks_collect(double value, double *all) {
-    *all = value;
-}
-
 #endif // MEMSCALE_MPI
 
+/* Makes a number that of the first rank, on all ranks, which all call it. */
+static ms_result ranks_share(ms_model *model, double *value) {
+    *value = ranks_job.comm.rank == 0 ? *value : 0.0;
+    return ranks_count() > 1 ? ms_sum_over_ranks(model, value, 1) : MS_RESULT_OK;
+}
+
 /* Prints a time of each rank, or of many ranks the least and the most. */
-static int ranks_print_times(const char *what, double seconds) {
-    double *all = (double *)malloc(ranks_job.count * sizeof *all);
+static int ranks_print_times(ms_model *model, const char *what, double seconds) {
+    double *all = (double *)calloc(ranks_count(), sizeof *all);
     if (!all) {
-        return fail("no memory for the times of %u ranks", (unsigned)ranks_job.count);
+        return fail("no memory for the times of %u ranks", (unsigned)ranks_count());
     }
-    ranks_collect(seconds, all);
+    all[ranks_job.comm.rank] = seconds;
+    if (ms_sum_over_ranks(model, all, ranks_count()) != MS_RESULT_OK) {
+        free(all);
+        return fail("%s", ms_last_error(model));
+    }
     double least = all[0], most = all[0];
-    for (uint32_t r = 0; r < ranks_job.count && ranks_job.rank == 0; r++) {
+    for (uint32_t r = 1; r < ranks_count(); r++) {
         least = all[r] < least ? all[r] : least;
         most = all[r] > most ? all[r] : most;
     }
-    printf("ranks     %u, %s:", (unsigned)ranks_job.count, what);
-    for (uint32_t r = 0;
-         r < ranks_job.count && ranks_job.count <= RANKS_SHOWN && ranks_job.rank == 0; r++) {
+    printf("ranks     %u, %s:", (unsigned)ranks_count(), what);
+    for (uint32_t r = 0; r < ranks_count() && ranks_count() <= RANKS_SHOWN; r++) {
         printf(" %.2f", all[r]);
     }
-    if (ranks_job.count > RANKS_SHOWN) {
+    if (ranks_count() > RANKS_SHOWN) {
         printf(" %.2f to %.2f", least, most);
     }
     printf(" s\n");

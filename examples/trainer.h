@@ -652,7 +652,7 @@ static int choose_budget(trainer *t, uint64_t *budget_bytes) {
            t->model_name, (long long)t->shape.layers, (long long)t->shape.channels,
            (long long)t->shape.heads, (long long)t->shape.vocabulary, param_elements(t->net) / 1e6,
            (long long)t->shape.batch, (long long)t->shape.sequence);
-    printf(ranks_job.count > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks_job.count);
+    printf(ranks_count() > 1 ? ", on each of %u ranks\n" : "\n", (unsigned)ranks_count());
     printf("plain     %9.1f MiB, what training takes without a plan\n",
            rounded_up(mebibytes(plain.plain_bytes), 1));
     if (plain.arena_bytes != plain.plain_bytes) {
@@ -718,8 +718,9 @@ static int write_metrics(const trainer *t, FILE *file) {
 
 static int write_file(const trainer *t, const char *path,
                       int (*write)(const trainer *t, FILE *file)) {
-    FILE *file = path ? fopen(path, "wb") : NULL;
-    if (!path) {
+    const bool writes = path && ranks_job.comm.rank == 0;
+    FILE *file = writes ? fopen(path, "wb") : NULL;
+    if (!writes) {
         return 0;
     }
     const bool written = file && write(t, file) == 0 && !ferror(file);
@@ -755,10 +756,10 @@ static int print_device_memory(trainer *t) {
 // ---- training -----------------------------------------------------------------------------------
 
 /* Writes the next batch of this rank: of one for each, which all ranks draw alike, its own. */
-static int write_batch(trainer *t) {
-    for (uint32_t r = 0; r < ranks_job.count; r++) {
+static int write_own_batch(trainer *t) {
+    for (uint32_t r = 0; r < ranks_count(); r++) {
         t->kind->draw_batch(t);
-        if (r == ranks_job.rank &&
+        if (r == ranks_job.comm.rank &&
             (ms_write(t->model, t->built.tokens, t->tokens) != MS_RESULT_OK ||
              ms_write(t->model, t->built.targets, t->targets) != MS_RESULT_OK)) {
             return fail("%s", ms_last_error(t->model));
@@ -776,13 +777,17 @@ typedef struct progress {
 } progress;
 
 /* On all ranks alike. */
-static void advance(progress *p, const settings *o) {
+static int advance(const trainer *t, progress *p) {
+    const settings *o = &t->options;
     const double by_steps = o->steps ? (double)p->step / (double)o->steps : 0.0;
-    const double by_time =
-        o->seconds ? ranks_share((p->earlier + seconds_now() - p->started) / (double)o->seconds)
-                   : 0.0;
+    double by_time =
+        o->seconds ? (p->earlier + seconds_now() - p->started) / (double)o->seconds : 0.0;
+    if (o->seconds && ranks_share(t->model, &by_time) != MS_RESULT_OK) {
+        return fail("%s", ms_last_error(t->model));
+    }
     p->done = by_steps > by_time ? by_steps : by_time;
     p->done = p->done < 1.0 ? p->done : 1.0;
+    return 0;
 }
 
 /* On a terminal one line that is rewritten; elsewhere a line for every tenth of the run. */
@@ -803,7 +808,7 @@ static void print_progress(const trainer *t, progress *p, uint64_t arena_bytes) 
     printf("%sstep %5lld [%s] loss %.3f  %.0f tokens/s  %.1f MiB", p->terminal ? "\r" : "",
            (long long)p->step, bar, t->loss,
            (double)((p->step - p->first) * t->options.accumulate * t->shape.batch *
-                    t->shape.sequence * (int64_t)ranks_job.count) /
+                    t->shape.sequence * (int64_t)ranks_count()) /
                seconds,
            mebibytes(arena_bytes));
     if (p->done < 1.0) {
@@ -831,7 +836,7 @@ static int train_step(trainer *t, progress *p, bool reads) {
     ms_set_group_learning_rate(t->model, t->matrices, learning_rate(t, p));
     for (int64_t i = 0; i < batches; i++) {
         double loss = 0.0;
-        if (write_batch(t) != 0) {
+        if (write_own_batch(t) != 0) {
             return 1;
         }
         if (ms_step(t->model, reads ? &loss : NULL) != MS_RESULT_OK) {
@@ -860,7 +865,7 @@ static void print_loss_scale(const trainer *t) {
 /* Batches of each rank, of which all together have that many. Debug mode takes long, and sees in one
    batch what it would in others. */
 static int held_out_batches(const trainer *t) {
-    const int count = (int)ranks_job.count;
+    const int count = (int)ranks_count();
     const int all = t->held_out_batches ? t->held_out_batches : HELD_OUT_BATCHES;
     return t->options.debug ? 1 : (all + count - 1) / count;
 }
@@ -873,7 +878,7 @@ static int held_out_loss(trainer *t, double *mean) {
     t->held_out = 0;
     for (int i = 0; i < held_out_batches(t); i++) {
         double loss;
-        if (write_batch(t) != 0) {
+        if (write_own_batch(t) != 0) {
             return 1;
         }
         if (ms_eval(t->model, &loss) != MS_RESULT_OK) {
@@ -897,8 +902,7 @@ static int evaluate(trainer *t, bool is_trained) {
         return 1;
     }
     printf("held out  loss %.4f on %d batches of text that training %s\n", loss,
-           held_out_batches(t) * (int)ranks_job.count,
-           is_trained ? "has not seen" : "will not see");
+           held_out_batches(t) * (int)ranks_count(), is_trained ? "has not seen" : "will not see");
     fflush(stdout);
     return 0;
 }
@@ -912,8 +916,10 @@ static int train(trainer *t) {
     p.started = seconds_now();
     p.earlier = t->seconds;
     p.step = p.first = o->saving.step;
-    p.terminal = ranks_job.count == 1 && isatty(STDOUT_FILENO) != 0; // mpirun may pretend one
-    advance(&p, o);
+    p.terminal = !ranks_job.comm.size && isatty(STDOUT_FILENO) != 0; // mpirun pretends one
+    if (advance(t, &p) != 0) {
+        return 1;
+    }
     p.begun = p.done;
     p.printed = (int)(p.done * 10.0);
     if (ms_report(t->model, &report) != MS_RESULT_OK) {
@@ -922,10 +928,9 @@ static int train(trainer *t) {
     const clock_t worked = clock();
     while (p.done < 1.0 && !o->saving.is_stopped) {
         const bool reads = p.step % o->every == 0 || p.step + 1 == o->steps;
-        if (train_step(t, &p, reads) != 0) {
+        if (train_step(t, &p, reads) != 0 || advance(t, &p) != 0) {
             return 1;
         }
-        advance(&p, o);
         if (p.done >= 1.0 && ms_synchronize(t->model) != MS_RESULT_OK) {
             return fail("%s", ms_last_error(t->model));
         }
@@ -937,9 +942,8 @@ static int train(trainer *t) {
             return 1;
         }
     }
-    if (ranks_job.count > 1 &&
-        ranks_print_times("processor time in each", (double)(clock() - worked) / CLOCKS_PER_SEC) !=
-            0) {
+    const double busy = (double)(clock() - worked) / CLOCKS_PER_SEC;
+    if (ranks_count() > 1 && ranks_print_times(t->model, "processor time in each", busy) != 0) {
         return 1;
     }
     if (o->saving.is_stopped) {
@@ -993,7 +997,7 @@ static int verify(trainer *t) {
     worst_table table;
     ms_verify_report r;
     memset(&table, 0, sizeof table);
-    if (write_batch(t) != 0) {
+    if (write_own_batch(t) != 0) {
         return 1;
     }
     if (ms_verify(t->model, add_difference, &table, &r) != MS_RESULT_OK) {

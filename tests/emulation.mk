@@ -23,6 +23,15 @@ nvcc_flags  = -std=c++17 -O3 -lineinfo $(if $(werror),-Werror all-warnings) \
 cuda_c      = $(compile) -DNN_CUDA -isystem $(cuda_home)/include
 cuda_link   = -L$(cuda_libs) -Wl,-rpath,$(cuda_libs) -lcublas -lcudart -lstdc++
 
+# Ranks with a GPU each exchange by NCCL where it is there, and otherwise by MPI and the host.
+ifneq ($(NVCC),)
+ifeq ($(origin NCCL),undefined)
+NCCL := $(call try,nccl.h,NCCL_VERSION_CODE < 21400,-isystem$(cuda_home)/include -lnccl)
+endif
+endif
+cuda_by_mpi := $(patsubst $(OUT)/%,$(cuda)/%,$(by_mpi))
+cuda_ranks  := $(with_mpi) $(if $(NCCL),-DMEMSCALE_NCCL)
+
 cuda_programs := $(patsubst %.c,$(cuda)/%,$(wildcard $(addsuffix .c,examples/gpt2 examples/bert examples/llama examples/cnn examples/lora bench/gpu bench/whole bench/finetune)))
 cuda_tests    := $(filter-out $(addprefix $(cuda)/tests/,$(host_only)),$(patsubst %.c,$(cuda)/%,$(sources)))
 cuda_kernels  := $(patsubst %.c,$(cuda)/%,$(wildcard tests/test_cuda*.c))
@@ -40,7 +49,12 @@ $(cuda_tests): private cuda_c += -DT_CUDA -D_XOPEN_SOURCE=700 $(if $(filter $(wi
 $(cuda_tests): private libs += $(CMOCKA)
 $(cuda_tests): private on_object = $(on_library)
 $(cuda_tests): $(OUT)/library.o | $(private)/private.h
-$(cuda_programs): $(OUT)/$(if $(once),library,memscale).o
+$(filter-out $(cuda_by_mpi),$(cuda_programs)): $(OUT)/$(if $(once),library,memscale).o
+$(cuda)/memscale_mpi.o: tests/compile_implementation.c $(cuda)/flags.c
+	$(call say,$(CC) $@) $(cuda_c) $(once) $(cuda_ranks) $(depends) -c -o $(beside) $< $(in_place)
+$(cuda_by_mpi): $(cuda)/memscale_mpi.o
+$(cuda_by_mpi): private on_object += $(cuda_ranks)
+$(cuda_by_mpi): private libs += $(filter-out -isystem%,$(MPI) $(NCCL))
 $(reads_json:%=$(cuda)/%): private libs += $(CJSON)
 $(cuda_programs) $(cuda_tests): $(cuda)/%: %.c $(cuda_part)/cuda.o $(cuda)/flags.c
 	@mkdir -p $(@D)
@@ -62,7 +76,7 @@ $(cuda_part)/flags: FORCE | need-nvcc
 
 $(cuda)/flags.c: FORCE | need-nvcc
 	@mkdir -p $(@D)
-	@echo '$(cuda_c) $(cuda_link) $(libs)' | cmp -s - $@ || echo '$(cuda_c) $(cuda_link) $(libs)' > $@
+	@echo '$(cuda_c) $(cuda_link) $(libs) $(MPI) $(NCCL)' | cmp -s - $@ || echo '$(cuda_c) $(cuda_link) $(libs) $(MPI) $(NCCL)' > $@
 
 -include $(wildcard $(cuda_part)/*.d $(cuda)/*/*.d)
 
@@ -109,10 +123,19 @@ $(emulated_tests): $(emulated)/%: %.c $(emulated)/cuda.a
 	$(call say,$(CXX) $@) $(emulated_test) $(depends) -o $(beside) $< -x none $(emulated)/cuda.a \
 	 $(LDFLAGS) $(CMOCKA) -lm -pthread $(in_place)
 
+# Ranks with an emulated GPU each, by the emulation of NCCL.
+emulated_by_mpi := $(patsubst $(OUT)/%,$(emulated)/%,$(by_mpi))
+$(emulated)/memscale_mpi.o: tests/compile_implementation.c $(emulated)/flags
+	@mkdir -p $(@D)
+	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O2 -Itests/emulation -I. $(with_mpi) -DMEMSCALE_NCCL \
+	 $(CFLAGS) $(depends) -c -o $(beside) $< $(in_place)
+$(emulated_by_mpi): $(emulated)/memscale_mpi.o
+$(emulated_by_mpi): private on_object += $(with_mpi) -DMEMSCALE_NCCL
+$(emulated_by_mpi): private LDFLAGS += $(filter-out -isystem%,$(MPI))
 $(emulated_programs): $(emulated)/%: %.c $(emulated)/cuda.a
 	@mkdir -p $(@D)
 	$(call say,$(CC) $@) $(CC) -std=c99 $(WARNINGS_C) $(WARNINGS) -O1 -Itests/emulation -I. -Iexamples \
-	 -DNN_CUDA $(on_object) $(CFLAGS) $(depends) -o $(beside) $< $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread $(in_place)
+	 -DNN_CUDA $(on_object) $(CFLAGS) $(depends) -o $(beside) $< $(filter %.o,$^) $(emulated)/cuda.a $(LDFLAGS) -lstdc++ -lm -pthread $(in_place)
 
 $(emulated_own): $(emulated)/%: %.cpp $(emulated)/cuda.a
 	@mkdir -p $(@D)

@@ -82,8 +82,10 @@ static double link_share(const ms_memory_report *r) {
 /* Of titles; nothing if there is one rank. */
 static size_text show_ranks(const estimate *e) {
     size_text s;
-    snprintf(s.text, sizeof s.text, e->options.ranks > 1 ? " on each of %lld ranks" : "",
-             (long long)e->options.ranks);
+    s.text[0] = 0;
+    if (e->options.ranks > 1) {
+        snprintf(s.text, sizeof s.text, " on each of %d ranks", (int)e->options.ranks);
+    }
     return s;
 }
 

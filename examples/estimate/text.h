@@ -66,7 +66,8 @@ static void print_ranks(const estimate *e, const plans *p, unit u) {
         print_cells(shard_names[k].name, cells);
     }
     for (int row = 0; row < 3 && e->options.ranks > 1; row++) {
-        static const char *const names[] = {"gathered", "added up", "network busy"};
+        static const char *const names[] = {"gathered for layers", "other exchanges",
+                                            "network busy"};
         for (int c = 0; c < COLUMNS; c++) {
             const ms_memory_report *r = &p->of[c]->report;
             const uint64_t bytes[] = {r->gather_bytes, r->reduce_bytes};
