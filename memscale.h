@@ -14722,6 +14722,7 @@ static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
     }
     msi_use_both(w, shard, false, gradient);
     msi_set_now(w, w->now.gradient, t, shard);
+    msi_set_now(w, w->now.gradient_away, t, MSI_NONE); // it had the whole gradient
     if (accumulates && sharding > MSI_SHARDS_STATE) {
         w->queue.params[w->queue.end++] = t;
         w->queue.bytes += w->graph->tensors.items[t].bytes;
@@ -18890,9 +18891,8 @@ static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
                                                          : (msi_sharding)most;
 }
 
-/* What is divided of a param where `wanted` is of all: at least what is forced, and no more than may
-   be. A param that crosses the network in less time than a collective takes at least stays whole, unless
-   the smallest plan is searched. */
+/* What is divided of a param where how.sharding is of all: at least what is forced, and no more than
+   may be. A param that crosses the network in less time than a collective takes at least stays whole. */
 static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
                                       const msi_tensor_decision *d) {
     const msi_scorer *s = search->scorer;
@@ -18902,8 +18902,7 @@ static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
     const msi_sharding least = (msi_sharding)tensor->least_sharding;
     const bool may = tensor->technique[MS_TECHNIQUE_SHARDING] != MS_SWITCH_OFF;
     const bool tiny = (double)tensor->bytes < h->network_us * h->network_gb_per_s * 1e3;
-    const bool gains = search->budget == 0 || !tiny;
-    msi_sharding wanted = may && gains ? search->how.sharding : MSI_SHARDS_NOTHING;
+    msi_sharding wanted = may && !tiny ? search->how.sharding : MSI_SHARDS_NOTHING;
     wanted = !msi_learns(tensor) && wanted < MSI_SHARDS_VALUE ? MSI_SHARDS_NOTHING : wanted;
     wanted = wanted > least ? wanted : least;
     return wanted < most ? wanted : most;
@@ -22930,7 +22929,7 @@ static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     const uint32_t count = msi_list_levels(s, search, list);
     const double least_us = search->least_us;
     for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
-        if (!msi_is_hopeless_level(search, &list[k])) {
+        if (k == 0 || !msi_is_hopeless_level(search, &list[k])) {
             search->least_us = least_us;
             search->how.sharding = list[k].sharding;
             msi_search_level(s, search);
@@ -23108,7 +23107,7 @@ static void msi_search_guided(const msi_solver *s, msi_search *search) {
             while (!msi_is_same_search(&guide->ranks[first], found, tilings.end[1] > 0)) {
                 first++;
             }
-            if (first == k && !msi_is_hopeless_level(search, &levels[n])) {
+            if (first == k && (n == 0 || !msi_is_hopeless_level(search, &levels[n]))) {
                 search->how.sharding = levels[n].sharding;
                 msi_search_list(s, search, found->rounding, found->tiles && tilings.count > 0,
                                 found);
