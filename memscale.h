@@ -6073,6 +6073,9 @@ static int msi_watch_ranks(ms_model *m) {
     const double now_us = msi_platform_us();
     bool has_come = true;
     int error = 0;
+    if (!msi_watches_ranks(m)) {
+        return 0;
+    }
     while (r->mark_count > 0 && has_come && !error) {
         error = m->config.backend.query(m->device, MSI_EVENT_MARKS + r->mark_first % MSI_MOST_MARKS,
                                         &has_come);

@@ -11,12 +11,6 @@
 #include "late_dag.h"
 #include "threads_comm.h"
 
-#ifdef CUDART_EMULATION
-enum { HAS_NCCL = 1 };
-#else
-enum { HAS_NCCL = 0 };
-#endif
-
 enum { QUICK_GRAPHS = 40, GRAPHS = 1000, MOST_RANKS = 4, STEPS = 3, ROOM = 1 << 19 };
 
 // ------------------------------------------------------------------------------------------------
@@ -68,6 +62,14 @@ static bool see_params(snapshot *s, rd_net *n) {
 
 /* LATE: the virtual device; compiled for it, the emulated GPU, with layers that run late there. */
 typedef enum place { ON_CPU, ON_LATE, ON_NCCL } place;
+
+#if defined CUDART_EMULATION
+enum { PLACES = ON_NCCL + 1 };
+#elif defined T_CUDA
+enum { PLACES = ON_CPU + 1 };
+#else
+enum { PLACES = ON_LATE + 1 };
+#endif
 
 typedef struct run {
     place on;
@@ -160,41 +162,11 @@ typedef struct rank_device {
 } rank_device;
 
 #ifdef CUDART_EMULATION
-static int cuda_call(const ms_call *call, ms_layer_fn function) {
-    ms_call inner = *call;
-    inner.user = ((const v_layer *)call->user)->user;
-    return t_cuda_enqueue(function, &inner);
-}
-
-static int cuda_forward(const ms_call *call) {
-    return cuda_call(call, ((const v_layer *)call->user)->forward);
-}
-
-static int cuda_backward(const ms_call *call) {
-    return cuda_call(call, ((const v_layer *)call->user)->backward);
-}
-
-static int cuda_recompute(const ms_call *call) {
-    return cuda_call(call, ((const v_layer *)call->user)->recompute);
-}
-
-static ms_layer_desc cuda_move(void *layers, uint32_t layer, const ms_layer_desc *desc) {
-    ms_layer_desc d = v_wrap(desc, (v_layer *)layers + layer);
-    d.forward = cuda_forward;
-    d.backward = d.backward != NULL ? cuda_backward : NULL;
-    d.recompute = d.recompute != NULL ? cuda_recompute : NULL;
-    return d;
-}
-
 static void open_device(run *r, uint32_t rank, rank_device *device, ms_config *config) {
     ms_nccl_id id;
     emulation_reset(r->graph->seed * MOST_RANKS + rank);
     if (r->on != ON_CPU) {
-        t_cuda_mark(cuda_forward);
-        t_cuda_mark(cuda_backward);
-        t_cuda_mark(cuda_recompute);
-        r->graph[rank].move = cuda_move;
-        r->graph[rank].mover = device->layers;
+        ld_make_later(&r->graph[rank], device->layers);
     }
     if (r->on == ON_NCCL && (ms_nccl_share_id(&config->comm, &id) != MS_RESULT_OK ||
                              ms_comm_nccl(&id, rank, r->ranks, &config->comm) != MS_RESULT_OK)) {
@@ -343,7 +315,7 @@ static void test_random_graphs(void **state) {
         if (micros == 1) {
             assert_same(g, plain->seen[0], sharded->seen[0], "whole params and shards");
         }
-        for (int at = ON_LATE; at < ON_NCCL + HAS_NCCL; ++at) {
+        for (int at = ON_LATE; at < PLACES; ++at) {
             run *late = run_ranks(g, (place)at, ranks, micros, seed + 1, &config);
             for (uint32_t r = 0; r < ranks; ++r) {
                 assert_same(g, sharded->seen[0], late->seen[r], "streams at once and late");
