@@ -6092,6 +6092,9 @@ static int msi_watch_ranks(ms_model *m) {
     const double now_us = msi_platform_us();
     bool has_come = true;
     int error = 0;
+    if (!msi_watches_ranks(m)) {
+        return 0;
+    }
     while (r->mark_count > 0 && has_come && !error) {
         error = m->config.backend.query(m->device, MSI_EVENT_MARKS + r->mark_first % MSI_MOST_MARKS,
                                         &has_come);
@@ -39342,7 +39345,6 @@ typedef struct msi_cuda {
     uint32_t event_count;
     int device;
     bool owns_compute, tf32;
-    cudaEvent_t called[2];               // the end of the latest calls of each half of the ring
     uint32_t call_count;                 // modulo 2^32
     msi_cuda_call calls[MSI_CUDA_CALLS]; // a ring
 } msi_cuda;
@@ -40020,11 +40022,6 @@ static void msi_cuda_close(void *state) {
         (void)msi_cuda_error(cudaEventDestroy(c->events[i]));
     }
     msi_release(c->host, c->events, c->event_count * (uint64_t)sizeof *c->events);
-    for (int half = 0; half < 2; half++) {
-        if (c->called[half]) {
-            (void)msi_cuda_error(cudaEventDestroy(c->called[half]));
-        }
-    }
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT; i++) {
         if (c->streams[i]) {
             (void)msi_cuda_error(cudaStreamDestroy(c->streams[i]));
@@ -40080,10 +40077,6 @@ static int msi_cuda_open(void *user, const ms_open_args *args, void **state) {
     for (int i = c->owns_compute ? 0 : 1; i < MS_STREAM_COUNT && error == 0; i++) {
         error = msi_cuda_error(cudaStreamCreateWithFlags(&c->streams[i], cudaStreamNonBlocking));
         c->streams[i] = error ? NULL : c->streams[i];
-    }
-    for (int half = 0; half < 2 && error == 0; half++) {
-        error = msi_cuda_error(cudaEventCreateWithFlags(&c->called[half], cudaEventDisableTiming));
-        c->called[half] = error ? NULL : c->called[half];
     }
     error = error ? error : msi_cuda_make_events(c, args->event_count);
     if (error) {
@@ -40275,21 +40268,20 @@ static void CUDART_CB msi_cuda_do_call(void *user) {
     call->function(call->argument);
 }
 
-/* Before a half of the ring is used again, its calls are awaited. A recording would call with what
-   later calls have put there. */
+/* Before the ring is used again, its calls are awaited. A recording would call with what later calls
+   have put there. */
 static int msi_cuda_network_call(void *state, void (*function)(void *argument),
                                  const void *argument, uint32_t bytes) {
     msi_cuda *c = (msi_cuda *)state;
     const msi_cuda_scope scope(c->device);
     const cudaStream_t stream = c->streams[MS_STREAM_NETWORK];
-    const uint32_t at = c->call_count % MSI_CUDA_CALLS, in_half = MSI_CUDA_CALLS / 2;
+    const uint32_t at = c->call_count % MSI_CUDA_CALLS;
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     int error = scope.error ? scope.error : msi_cuda_error(cudaStreamIsCapturing(stream, &status));
     if (error == 0 && status != cudaStreamCaptureStatusNone) {
         error = (int)cudaErrorStreamCaptureUnsupported;
-    } else if (error == 0 && at % in_half == 0) {
-        error = msi_cuda_error(cudaEventRecord(c->called[at == 0], stream));
-        error = error ? error : msi_cuda_error(cudaEventSynchronize(c->called[at != 0]));
+    } else if (error == 0 && at == 0) {
+        error = msi_cuda_error(cudaStreamSynchronize(stream));
     }
     if (error == 0) {
         c->calls[at].function = function;

@@ -1,6 +1,7 @@
 /*  test_cuda_graphs.c - ms_config.cuda_graph: replays give the bits of the steps that they stand for,
     whatever changes from step to step; what makes a new recording; what cannot be recorded. */
 #include "testing_cuda.h"
+#include "threads_comm.h"
 
 enum { STEPS = 8 };
 
@@ -60,7 +61,7 @@ static cn_values train(const cn_how *how, double *loss) {
             t_ok(net.model, cn_feed(&net, 70));
             t_ok(net.model, ms_eval(net.model, loss));
         }
-        verified += how->graph && i % 4 == 2 ? verify(&net) : 0;
+        verified += how->graph && !how->comm && i % 4 == 2 ? verify(&net) : 0;
     }
     if (how->graph) { // each kind of micro-batch runs once by itself, and is recorded once
         const uint64_t kinds = micros < 3 ? micros : 3;
@@ -93,6 +94,65 @@ static void replays_give_the_bits_of_steps(void **state) {
         }
     }
 }
+
+#ifdef CUDART_EMULATION
+
+// Ranks are processes: they share their results.
+enum { NCCL_RANKS = 3 };
+
+typedef struct ranks_run {
+    tc_world world;
+    cn_how how;
+    uint64_t seed;
+    double loss[NCCL_RANKS][2]; // without recordings, and with them
+    cn_values values[NCCL_RANKS][2];
+} ranks_run;
+
+static void *train_rank(uint32_t rank, void *argument) {
+    ranks_run *r = (ranks_run *)argument;
+    ms_comm comm = r->world.ranks[rank].comm;
+    ms_nccl_id id;
+    emulation_reset(r->seed * NCCL_RANKS + rank);
+    if (ms_nccl_share_id(&comm, &id) != MS_RESULT_OK ||
+        ms_comm_nccl(&id, rank, NCCL_RANKS, &comm) != MS_RESULT_OK) {
+        return r;
+    }
+    for (int graph = 0; graph < 2; graph++) {
+        cn_how how = r->how;
+        how.comm = &comm;
+        how.graph = graph != 0;
+        r->values[rank][graph] = train(&how, &r->loss[rank][graph]);
+    }
+    ms_comm_close(&comm);
+    cn_clean();
+    return NULL;
+}
+
+/* Collectives and votes are in the recordings, too. */
+static void replays_of_ranks_give_the_bits_of_steps(void **state) {
+    (void)state;
+    cn_how cases[GRAPH_CASES];
+    make_cases(cases);
+    for (int i = 0; i < GRAPH_CASES; i++) {
+        for (uint64_t seed = 0; seed < cn_seeds(5); seed++) {
+            ranks_run *r = (ranks_run *)meeting_shared(sizeof *r);
+            assert_non_null(r);
+            r->how = cases[i];
+            r->how.shards = seed % 2 == 0 && !r->how.borrows;
+            r->seed = seed;
+            tc_open(&r->world, NCCL_RANKS);
+            assert_true(tc_run(&r->world, train_rank, r));
+            for (uint32_t k = 0; k < 2 * NCCL_RANKS; k++) {
+                assert_true(cn_alike(&r->values[k / 2][k % 2], &r->values[0][0], 0.0));
+                assert_true(r->loss[k / 2][k % 2] == r->loss[0][0]);
+            }
+            tc_close(&r->world);
+            munmap(r, sizeof *r);
+        }
+    }
+}
+
+#endif
 
 /* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the
    new plan. Then comes the recording. */
@@ -498,6 +558,9 @@ static void the_legacy_stream_cannot_be_recorded(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+#ifdef CUDART_EMULATION
+        cmocka_unit_test(replays_of_ranks_give_the_bits_of_steps),
+#endif
         cmocka_unit_test(replays_give_the_bits_of_steps),
         cmocka_unit_test(steps_are_recorded_after_they_are_timed),
         cmocka_unit_test(replays_draw_new_masks),

@@ -224,6 +224,116 @@ static void sums_in_16_bits_match_the_cpu_to_the_bit(void **state) {
     bench_close(&b);
 }
 
+// ------------------------------------------------------------------------------------------------
+// of several ranks
+
+enum { BALLOTS = 5 };
+
+typedef struct ballots {
+    ms_step_state state;
+    ms_norm norms[MS_LIMIT_NORMS];
+    ms_vote votes[BALLOTS];
+} ballots;
+
+/* Votes of random states are cast and counted with the bits of the CPU. */
+static void votes_are_those_of_the_cpu(void **state) {
+    (void)state;
+    bench b;
+    t_rng rng = t_seed(8);
+    bench_open(&b, 8);
+    for (uint32_t k = 0; k < 60; k++) {
+        const ms_vote_kind kind = (ms_vote_kind)(k % 4);
+        const uint32_t norms = k % 3 == 0 ? 0 : 1 + k % MS_LIMIT_NORMS;
+        ballots host, found;
+        memset(&host, 0, sizeof host);
+        memset(&found, 0, sizeof found);
+        ballots *device = (ballots *)device_put(&host, sizeof host);
+        for (uint32_t r = 0; r < BALLOTS; r++) {
+            host.state.loss = (double)t_below(&rng, 1000) / 7.0;
+            host.state.step = k;
+            host.state.runs = r == 3 && k % 5 == 4 ? 9 : 7;
+            host.state.gives_up = t_below(&rng, 12) == 0 ? 5 : 0;
+            host.state.halted = t_below(&rng, 8) == 0 ? (uint32_t)MS_HALT_LOSS : 0;
+            host.state.nonfinite = t_below(&rng, 3);
+            for (uint32_t i = 0; i < MS_LIMIT_NORMS; i++) {
+                host.norms[i].sum = (double)t_below(&rng, 1000) / 3.0;
+            }
+            assert_int_equal(cudaMemcpy(device, &host, offsetof(ballots, votes), cudaMemcpyDefault),
+                             cudaSuccess);
+            assert_int_equal(cudaDeviceSynchronize(), cudaSuccess);
+            assert_int_equal(b.cpu.cast_vote(NULL, &host.votes[r], kind, &host.state, &host.state,
+                                             host.norms, norms),
+                             0);
+            assert_int_equal(b.cuda.cast_vote(b.state, &device->votes[r], kind, &device->state,
+                                              &device->state, device->norms, norms),
+                             0);
+            bench_wait(&b);
+        }
+        assert_int_equal(
+            b.cpu.count_votes(NULL, host.votes, BALLOTS, &host.state, host.norms, norms), 0);
+        assert_int_equal(b.cuda.count_votes(b.state, device->votes, BALLOTS, &device->state,
+                                            device->norms, norms),
+                         0);
+        bench_wait(&b);
+        device_get(&found, device, sizeof found);
+        assert_memory_equal(&found, &host, sizeof found);
+        device_release(device);
+    }
+    bench_close(&b);
+}
+
+typedef struct note {
+    uint32_t *notes, number;
+    char rest[100];
+} note;
+
+static void take_note(void *argument) {
+    const note *n = (const note *)argument;
+    n->notes[n->number] += n->number + (n->rest[99] == 'x');
+}
+
+/* More calls than are under way at once, each with its own argument, between copies; none is recorded. */
+static void calls_get_their_arguments(void **state) {
+    (void)state;
+    enum { CALLS = 500 };
+    for (uint64_t seed = 0; seed < cn_seeds(10); seed++) {
+        bench b;
+        note n;
+        static uint32_t notes[CALLS], copied[CALLS];
+        void *pinned = NULL, *recording = NULL;
+        bench_open(&b, seed);
+        uint32_t *device = (uint32_t *)device_put(notes, sizeof notes);
+        assert_int_equal(b.cuda.host_alloc(b.cuda.user, &b.host, sizeof notes, &pinned), 0);
+        memset(pinned, 0, sizeof notes);
+        memset(&n, 'x', sizeof n);
+        n.notes = (uint32_t *)pinned;
+        for (n.number = 0; n.number < CALLS; n.number++) {
+            assert_int_equal(b.cuda.network_call(b.state, take_note, &n, sizeof n), 0);
+        }
+        assert_int_equal(b.cuda.network_copy(b.state, device, pinned, sizeof notes), 0);
+        memset(&n, 0, sizeof n);
+        n.notes = (uint32_t *)pinned;
+        assert_int_equal(b.cuda.network_call(b.state, take_note, &n, sizeof n), 0);
+        bench_wait(&b);
+        device_get(copied, device, sizeof copied);
+        for (uint32_t i = 0; i < CALLS; i++) {
+            assert_int_equal(copied[i], i + 1);
+        }
+        assert_int_equal(b.cuda.recording_begin(b.state), 0);
+        assert_int_equal(b.cuda.record(b.state, MS_STREAM_COMPUTE, 0), 0);
+        assert_int_equal(b.cuda.wait(b.state, MS_STREAM_NETWORK, 0), 0);
+        assert_int_equal(b.cuda.network_call(b.state, take_note, &n, sizeof n),
+                         cudaErrorStreamCaptureUnsupported);
+        assert_int_equal(b.cuda.record(b.state, MS_STREAM_NETWORK, 0), 0);
+        assert_int_equal(b.cuda.wait(b.state, MS_STREAM_COMPUTE, 0), 0);
+        assert_int_equal(b.cuda.recording_end(b.state, &recording), 0);
+        b.cuda.recording_release(b.state, recording);
+        b.cuda.host_release(b.cuda.user, &b.host, pinned, sizeof notes);
+        device_release(device);
+        bench_close(&b);
+    }
+}
+
 /* The four ways of copying, and what is told; the host's memory changes after the call where it
    may. */
 static void copies_copy_all_and_nothing_beside_it(void **state) {
@@ -1076,6 +1186,8 @@ int main(void) {
         cmocka_unit_test(fills_write_all_and_nothing_beside_it),
         cmocka_unit_test(sums_match_the_cpu),
         cmocka_unit_test(sums_in_16_bits_match_the_cpu_to_the_bit),
+        cmocka_unit_test(votes_are_those_of_the_cpu),
+        cmocka_unit_test(calls_get_their_arguments),
         cmocka_unit_test(copies_copy_all_and_nothing_beside_it),
         cmocka_unit_test(casts_match_the_cpu),
         cmocka_unit_test(casts_of_a_call_match_float64),

@@ -438,6 +438,8 @@ typedef struct cn_how {
     ms_arena *arena;
     void *stream;
     const ms_backend *backend; // NULL: by `cuda`
+    const ms_comm *comm;       // NULL: there is one rank
+    bool shards;               // the gradient of each param, of some the value too
 } cn_how;
 
 typedef struct cn_net {
@@ -477,6 +479,9 @@ static inline ms_config cn_config(cn_net *net, const cn_how *how) {
     config.tf32 = how->tf32;
     config.debug = how->debug;
     config.cuda_graph = how->graph;
+    if (how->comm) {
+        config.comm = *how->comm;
+    }
     config.offloading = how->offloads ? MS_SWITCH_ON : MS_SWITCH_OFF;
     config.empirical_profiling = how->profiles ? MS_SWITCH_ON : MS_SWITCH_DEFAULT;
     return config;
@@ -683,6 +688,11 @@ static inline ms_result cn_create(cn_net *net, const cn_how *how) {
     cn_inputs(net);
     cn_layers(net);
     cn_optimizer(net);
+    for (uint32_t i = 0; i < net->param_count && how->shards; i++) {
+        const ms_tensor param = net->param[i];
+        const ms_tensor of[] = {ms_gradient(net->model, param), param};
+        ms_set_tensor_technique(net->model, of[i % 2], MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
+    }
     return MS_RESULT_OK;
 }
 

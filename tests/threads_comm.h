@@ -16,9 +16,10 @@
     tc_run, in world.ranks[r]: the number of a collective, from 1, that fails, stalls, or never comes.
     Checks of cmocka jump, so ranks make none: they leave their results for the main thread.
 
-    With world.forks each rank is a process. It is set on the emulated GPU, whose memory is opened and
-    closed for a whole process: each rank then has an emulation of its own, of the seed rank + 1. Only what lies in
-    memory of meeting_shared comes back from there: results, and the world itself if its counts matter.
+    With world.forks each rank is a process. It is set on GPUs, where functions of the host, which wait
+    for other ranks, run one at a time; and the memory of an emulated one is opened and closed for a whole
+    process: each rank then has an emulation of its own, of the seed rank + 1. Only what lies in memory of
+    meeting_shared comes back from there: results, and the world itself if its counts matter.
 
     Include it after the implementation of memscale.h, or private.h, and with the functions of POSIX
     (_XOPEN_SOURCE 700). */
@@ -288,7 +289,7 @@ static inline void tc_open(tc_world *w, uint32_t count) {
     }
     meeting_open(w->at, count);
     w->count = count;
-#ifdef CUDART_EMULATION
+#ifdef T_CUDA
     w->forks = true;
 #endif
     for (uint32_t r = 0; r < count; ++r) {

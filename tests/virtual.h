@@ -379,6 +379,10 @@ static inline int v_network_call(void *state, void (*function)(void *argument),
     return v_put((v_state *)state, MS_STREAM_NETWORK, &w);
 }
 
+static inline void *v_network_stream(void *state) {
+    return &((v_state *)state)->streams[MS_STREAM_NETWORK];
+}
+
 static inline int v_gemm(void *state, float alpha, const ms_matrix *a, const ms_matrix *b,
                          float beta, const ms_matrix *c) {
     v_work w = v_begin(V_GEMM, NULL, NULL, 0);
@@ -656,6 +660,7 @@ static inline ms_backend v_backend(v_device *d) {
     b.count_votes = v_count_votes;
     b.network_copy = v_network_copy;
     b.network_call = v_network_call;
+    b.network_stream = v_network_stream;
     b.synchronize = v_synchronize;
     b.record = v_record;
     b.wait = v_wait;

@@ -68,7 +68,7 @@ const char *fibers_where();
 /* Into the stream, or into the graph that it captures. */
 cudaError_t emulation_enqueue(cudaStream_t stream, streams_function *function,
                               const void *arguments, size_t size, uint64_t cost_ns);
-/* The same, when a condition holds that other processes fulfil; not in a capture. */
+/* The same, when a condition holds that other processes fulfil. */
 cudaError_t emulation_enqueue_when(cudaStream_t stream, streams_condition *is_ready,
                                    streams_function *function, const void *arguments, size_t size,
                                    uint64_t cost_ns);
@@ -87,6 +87,7 @@ bool emulation_holds(const void *pointer, size_t size);
 /* false: the device is broken, and the operation does nothing. */
 bool emulation_works();
 bool emulation_is_stream(cudaStream_t stream);
+bool emulation_is_captured(cudaStream_t stream);
 void emulation_count_product();
 
 /* ---- cublas.cpp ---- */

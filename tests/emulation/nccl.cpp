@@ -16,7 +16,7 @@ namespace {
 /* A collective that a program has called. */
 struct called {
     ncclComm_t comm;
-    uint64_t number; /* among those of its communicator, from 1 */
+    uint64_t number; /* among those of its communicator, from 1; 0: it is in a graph */
     meeting_call call;
     const void *send;
     void *receive;
@@ -100,7 +100,7 @@ bool can_fetch(void *, void *arguments) {
         return true;
     }
     const meeting_lock lock(c->comm->at);
-    return c->comm->present == c->number && meeting_is_ready(lock.m, c->comm->rank);
+    return (!c->number || c->comm->present == c->number) && meeting_is_ready(lock.m, c->comm->rank);
 }
 
 void fetch(void *, void *arguments) {
@@ -112,7 +112,7 @@ void fetch(void *, void *arguments) {
     if (meeting_take(lock.m, c->comm->rank, memory_open(c->send), memory_open(c->receive))) {
         emulation_die("NCCL: %s", lock.m->difference);
     }
-    c->comm->fetched++;
+    c->comm->fetched += c->number != 0;
 }
 
 ncclResult_t enqueue(const called &c) {
@@ -183,7 +183,7 @@ ncclResult_t call(const char *name, tc_kind kind, const void *send, void *receiv
     if (count == 0) {
         return ncclSuccess;
     }
-    c.number = ++comm->calls;
+    c.number = emulation_is_captured(stream) ? 0 : ++comm->calls;
     comm->stream = stream;
     if (group_depth) {
         grouped.push_back(c);

@@ -15,6 +15,7 @@ namespace {
 
 struct node {
     streams_function *function;
+    streams_condition *is_ready; /* NULL: at once */
     std::vector<char> arguments;
     std::vector<size_t> after;
     uint64_t cost_ns;
@@ -215,14 +216,15 @@ cudaError_t refuse_implicit() {
     return cudaSuccess;
 }
 
-cudaError_t add_node(stream &s, streams_function *function, const void *arguments, size_t size,
-                     uint64_t cost_ns) {
+cudaError_t add_node(stream &s, streams_condition *is_ready, streams_function *function,
+                     const void *arguments, size_t size, uint64_t cost_ns) {
     capture &c = the->captures[s.capture];
     if (c.is_invalid) {
         return fail(cudaErrorStreamCaptureInvalidated);
     }
     node n;
     n.function = function;
+    n.is_ready = is_ready;
     n.arguments.assign(static_cast<const char *>(arguments),
                        static_cast<const char *>(arguments) + size);
     n.after.assign(s.nodes.begin(), s.nodes.end());
@@ -332,7 +334,7 @@ void run_kernel(void *, void *arguments) {
     fibers_run(&a->launch, a + 1);
 }
 
-/* In a random order that respects the dependencies. */
+/* In a random order that respects the dependencies. What waits for other processes is asked again. */
 void run_graph(void *, void *arguments) {
     graph *const g = *static_cast<graph **>(arguments);
     std::vector<size_t> left(g->nodes.size()), ready;
@@ -346,8 +348,16 @@ void run_graph(void *, void *arguments) {
         const size_t pick =
             the->engine.seed ? static_cast<size_t>(streams_below(&the->engine, ready.size())) : 0;
         const size_t now = ready[pick];
-        ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(pick));
         node &n = g->nodes[now];
+        if (n.is_ready && !n.is_ready(nullptr, n.arguments.data())) {
+            if (ready.size() == 1) {
+                the->engine.idle();
+            }
+            ready.push_back(now); /* with seed 0 the others come first */
+            ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(pick));
+            continue;
+        }
+        ready.erase(ready.begin() + static_cast<std::ptrdiff_t>(pick));
         n.function(nullptr, n.arguments.data());
         for (size_t i = 0; i < g->nodes.size(); i++) {
             for (size_t k = 0; k < g->nodes[i].after.size(); k++) {
@@ -569,6 +579,10 @@ bool emulation_holds(const void *pointer, size_t size) {
     return is_side(pointer, size, true);
 }
 
+bool emulation_is_captured(cudaStream_t stream) {
+    return is_capturing(*find_stream(stream));
+}
+
 bool emulation_is_stream(cudaStream_t stream) {
     return find_stream(stream) != nullptr;
 }
@@ -585,11 +599,8 @@ cudaError_t emulation_enqueue_when(cudaStream_t handle, streams_condition *is_re
     if (!s) {
         return fail(cudaErrorInvalidResourceHandle);
     }
-    if (is_capturing(*s) && is_ready) {
-        emulation_die("a collective is captured into a graph: that is not emulated");
-    }
     if (is_capturing(*s)) {
-        return add_node(*s, function, arguments, size, cost_ns);
+        return add_node(*s, is_ready, function, arguments, size, cost_ns);
     }
     const bool is_legacy = s == &the->all_streams[legacy];
     const cudaError_t implicit = is_legacy ? refuse_implicit() : cudaSuccess;

@@ -82,6 +82,7 @@ typedef struct streams {
     void (*idle)(
         void); /* nothing can run until others outside have done something; NULL: that is an error */
     bool asks; /* such an operation is not waited for */
+    bool is_even; /* to be set: all policies are as likely */
     char error[200];
 } streams;
 
@@ -305,13 +306,14 @@ static inline int streams_choose(streams *e, streams_policy policy) {
 }
 
 static inline streams_policy streams_draw(streams *e) {
-    static const unsigned char percent[STREAMS_POLICY_COUNT] = {0, 50, 44, 2, 2, 2};
+    static const unsigned char percent[2][STREAMS_POLICY_COUNT] = {{0, 50, 44, 2, 2, 2},
+                                                                   {0, 20, 20, 20, 20, 20}};
     if (!e->seed) {
         return STREAMS_IN_ORDER;
     }
     int policy = STREAMS_REVERSE_HEAD;
-    for (uint64_t x = streams_below(e, 100); x >= percent[policy]; policy++) {
-        x -= percent[policy];
+    for (uint64_t x = streams_below(e, 100); x >= percent[e->is_even][policy]; policy++) {
+        x -= percent[e->is_even][policy];
     }
     return (streams_policy)policy;
 }
