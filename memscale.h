@@ -25578,10 +25578,9 @@ static MSI_COLD ms_result msi_compare_ranks(ms_model *m, const char *function,
                                             const msi_terms *terms) {
     const uint64_t bytes = terms->count * sizeof(uint64_t), room = m->ranks.count * bytes;
     uint64_t *all = (uint64_t *)msi_alloc(&m->config.allocator, room);
-    if (!all) {
-        return msi_fail_memory(m, "the comparison of the ranks", room);
-    }
-    ms_result result = msi_exchange_bytes(m, terms->number, all, bytes);
+    ms_result result = msi_agree_on_result(
+        m, function, all ? MS_RESULT_OK : msi_fail_memory(m, "the comparison of the ranks", room));
+    MSI_THEN(result, msi_exchange_bytes(m, terms->number, all, bytes));
     for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
         for (uint32_t k = 0; k < terms->count && result == MS_RESULT_OK; k++) {
             const uint64_t here = all[(size_t)r * terms->count + k];

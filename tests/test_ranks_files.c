@@ -413,9 +413,585 @@ static void random_graphs(void **state) {
     }
 }
 
+// ------------------------------------------------------------------------------------------------
+// scenes: each rank has a chain, and plays the same script
+
+enum { DEPTH = 2, ROWS = 4, RESULTS = 64 };
+
+struct seat;
+
+typedef struct scene {
+    uint32_t ranks, victim;
+    int64_t cols;
+    bool coded, is_blank, keeps_aborts;
+    double timeout_s;
+    uint64_t k; // what fails on the victim
+    file saved, other;
+    char folder[64], path[96];
+    void (*script)(struct seat *s);
+    ms_result results[MOST_RANKS];
+    char failure[MOST_RANKS][RD_TEXT];
+    uint64_t made; // calls that could have failed
+    pthread_barrier_t barrier;
+    tc_world world;
+} scene;
+
+typedef struct seat {
+    scene *of;
+    uint32_t rank;
+    t_chain chain;
+    ms_model *m;
+    t_heap heap;
+    uint64_t position;
+} seat;
+
+static bool check(seat *s, bool holds, const char *what, int line) {
+    char *text = s->of->failure[s->rank];
+    if (!holds && text[0] == 0) {
+        snprintf(text, RD_TEXT, "line %d: %s; %s", line, what, ms_last_error(s->m));
+    }
+    return holds;
+}
+
+#define CHECK(s, holds)     check(s, holds, #holds, __LINE__)
+#define CHECK_OK(s, result) CHECK(s, (result) == MS_RESULT_OK)
+
+static bool has_text(const seat *s, const char *text) {
+    return strstr(ms_last_error(s->m), text) != NULL;
+}
+
+static tc_rank *comm_of(seat *s) {
+    return &s->of->world.ranks[s->rank];
+}
+
+/* All ranks come to here. */
+static void meet(seat *s) {
+    double none = 0.0;
+    if (s->of->ranks > 1) {
+        CHECK_OK(s, ms_sum_over_ranks(s->m, &none, 1));
+    }
+}
+
+static void seat_open(seat *s, uint32_t accumulation) {
+    scene *of = s->of;
+    ms_config config = t_config();
+    config.allocator = t_heap_allocator(&s->heap);
+    config.accumulation_steps = accumulation;
+    if (of->ranks > 1) {
+        config.comm = comm_of(s)->comm;
+        config.comm_timeout = of->timeout_s > 0.0 ? of->timeout_s : 20.0;
+    }
+    (void)t_chain_create(&s->chain, &config, DEPTH, ROWS, of->cols);
+    s->m = s->chain.model;
+    for (int i = 0; i < DEPTH; ++i) {
+        const ms_tensor w = s->chain.weight[i];
+        ms_set_tensor_technique(s->m, i % 2 ? ms_optimizer_state(s->m, w, 0) : w,
+                                MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
+        if (of->coded) {
+            ms_set_tensor_technique(s->m, w, MS_TECHNIQUE_OPTIMIZER_8BIT, MS_SWITCH_ON);
+        }
+    }
+    s->position = 7 * s->rank;
+    CHECK_OK(s, ms_save_extra(s->m, "position", &s->position, sizeof s->position));
+    CHECK_OK(s, ms_wrap(s->m));
+}
+
+static void seat_step(seat *s) {
+    double loss;
+    const uint64_t count = (uint64_t)(ROWS * s->of->cols);
+    float *x = (float *)malloc(count * sizeof *x);
+    t_rng rng = t_seed(s->position * 31 + s->rank);
+    t_fill(&rng, x, count, 1.0f);
+    CHECK_OK(s, ms_write(s->m, s->chain.x, x));
+    CHECK_OK(s, ms_step(s->m, &loss));
+    free(x);
+    s->position += 1;
+}
+
+static void seat_start(seat *s) {
+    seat_open(s, 1);
+    CHECK_OK(s, t_chain_write(&s->chain, 7));
+    seat_step(s);
+    seat_step(s);
+}
+
+static ms_result seat_save(seat *s, file *f) {
+    return s->rank == 0 ? save_to(s->m, f) : ms_save(s->m, NULL);
+}
+
+/* Whether what the ranks have would be in this file. */
+static bool seat_is(seat *s, const file *f) {
+    static file all[MOST_RANKS];
+    file *own = &all[s->rank];
+    file_begin(own);
+    const bool ok = CHECK_OK(s, seat_save(s, own));
+    const bool same =
+        s->rank > 0 || (own->bytes == f->bytes && memcmp(own->data, f->data, f->bytes) == 0);
+    file_free(own);
+    return ok && same;
+}
+
+static void *scene_work(uint32_t rank, void *argument) {
+    seat *s = (seat *)calloc(1, sizeof *s);
+    s->of = (scene *)argument;
+    s->rank = rank;
+    s->of->script(s);
+    if (s->of->failure[rank][0] && s->of->ranks > 1) {
+        comm_of(s)->comm.abort(comm_of(s));
+    }
+    ms_destroy(s->m);
+    CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
+    free(s);
+    return NULL;
+}
+
+static void scene_play(scene *of, uint32_t ranks, void (*script)(seat *)) {
+    of->ranks = ranks;
+    of->script = script;
+    of->cols = of->cols ? of->cols : 64;
+    memset(of->failure, 0, sizeof of->failure);
+    tc_open(&of->world, ranks);
+    of->world.forks = false;
+    of->world.keeps_aborts = of->keeps_aborts;
+    pthread_barrier_init(&of->barrier, NULL, ranks);
+    assert_true(tc_run(&of->world, scene_work, of));
+    pthread_barrier_destroy(&of->barrier);
+    tc_close(&of->world);
+    for (uint32_t r = 0; r < ranks; ++r) {
+        if (of->failure[r][0]) {
+            fail_msg("rank %u of %u, victim %u, %llu: %s", (unsigned)r, (unsigned)ranks,
+                     (unsigned)of->victim, (unsigned long long)of->k, of->failure[r]);
+        }
+    }
+}
+
+static scene *scene_new(void) {
+    scene *of = (scene *)calloc(1, sizeof *of);
+    assert_non_null(of);
+    snprintf(of->folder, sizeof of->folder, "/tmp/test_ranks_files-%ld", (long)getpid());
+    snprintf(of->path, sizeof of->path, "%s/run.safetensors", of->folder);
+    mkdir(of->folder, 0700);
+    return of;
+}
+
+static void scene_free(scene *of) {
+    char command[128];
+    snprintf(command, sizeof command, "rm -r %s", of->folder);
+    assert_int_equal(system(command), 0);
+    file_free(&of->saved);
+    file_free(&of->other);
+    free(of);
+}
+
+// ------------------------------------------------------------------------------------------------
+// shards of several pieces, and in codes
+
+static void play_save(seat *s) {
+    seat_start(s);
+    CHECK_OK(s, seat_save(s, &s->of->saved));
+}
+
+static void play_load_and_save(seat *s) {
+    seat_open(s, 1);
+    CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
+    CHECK(s, s->position == 2);
+    CHECK(s, seat_is(s, &s->of->saved));
+}
+
+/* State in another format, divided as it was. */
+static void play_load_and_decode(seat *s) {
+    const size_t count = (size_t)(s->of->cols * s->of->cols);
+    float *before = (float *)malloc(count * sizeof(float));
+    float *after = (float *)malloc(count * sizeof(float));
+    play_load_and_save(s);
+    for (int i = 0; i < DEPTH; ++i) {
+        const ms_tensor w = s->chain.weight[i], state = ms_optimizer_state(s->m, w, i % 2);
+        CHECK_OK(s, ms_read(s->m, state, before));
+        ms_set_tensor_technique(s->m, w, MS_TECHNIQUE_OPTIMIZER_8BIT, MS_SWITCH_OFF);
+        CHECK_OK(s, ms_wrap(s->m));
+        CHECK_OK(s, ms_read(s->m, state, after));
+        CHECK(s, memcmp(before, after, count * sizeof(float)) == 0);
+    }
+    free(before);
+    free(after);
+}
+
+static void pieces_and_codes(void **state) {
+    (void)state;
+    static const int64_t cols[] = {128, 150, 1500}; // the last: several pieces
+    for (uint32_t k = 0; k < 6; ++k) {
+        for (uint32_t ranks = 2; ranks <= (k < 4 ? MOST_RANKS : 2); ++ranks) {
+            scene *of = scene_new();
+            of->coded = k % 2 == 0;
+            of->cols = cols[k / 2];
+            scene_play(of, ranks, play_save);
+            for (uint32_t others = 1; others <= (k < 4 ? MOST_RANKS : 3); ++others) {
+                scene_play(of, others, play_load_and_save);
+            }
+            if (of->coded) {
+                scene_play(of, ranks, play_load_and_decode);
+            }
+            scene_free(of);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------
+// what fails on one rank
+
+static bool file_is(const char *path, const file *f) {
+    file own;
+    uint8_t block[4096];
+    size_t bytes;
+    FILE *at = fopen(path, "rb");
+    memset(&own, 0, sizeof own);
+    while (at && (bytes = fread(block, 1, sizeof block, at)) > 0) {
+        (void)file_write(&own, block, bytes);
+    }
+    if (at) {
+        fclose(at);
+    }
+    const bool same = own.bytes == f->bytes && memcmp(own.data, f->data, f->bytes) == 0;
+    file_free(&own);
+    return same;
+}
+
+static bool is_there(const char *path) {
+    return access(path, F_OK) == 0;
+}
+
+/* A file is there; what one collective after the other does not do, all ranks are told. */
+static void play_failing_collective(seat *s, bool saves) {
+    scene *of = s->of;
+    if (of->is_blank && !saves) {
+        seat_open(s, 1);
+    } else {
+        seat_start(s);
+    }
+    if (saves) {
+        CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
+        CHECK_OK(s, ms_save_file(s->m, s->rank == 0 ? of->path : NULL));
+        seat_step(s);
+        CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->other : NULL));
+    }
+    pthread_barrier_wait(&of->barrier); // an abort ends what others are still in
+    const uint64_t calls = comm_of(s)->calls;
+    if (s->rank == of->victim) {
+        comm_of(s)->fail_at = calls + of->k;
+    }
+    const ms_result result =
+        saves ? ms_save_file(s->m, of->path) : load_from(s->m, &of->saved, 0, NULL);
+    of->results[s->rank] = result;
+    if (s->rank == of->victim) {
+        of->made = comm_of(s)->calls - calls;
+        comm_of(s)->fail_at = 0;
+    }
+    if (result != MS_RESULT_OK) {
+        double loss;
+        CHECK(s, result == MS_RESULT_RANKS && has_text(s, "rank"));
+        CHECK(s, ms_step(s->m, &loss) != MS_RESULT_OK);
+    }
+}
+
+static void play_failing_save(seat *s) {
+    play_failing_collective(s, true);
+}
+
+static void play_failing_load(seat *s) {
+    play_failing_collective(s, false);
+}
+
+static void each_collective_fails(void **state) {
+    (void)state;
+    uint32_t told = 0;
+    for (uint32_t turn = 0; turn < 3; ++turn) { // save, load into values, load into none
+        for (uint32_t victim = 0; victim < 3; ++victim) {
+            bool failed = true;
+            for (uint64_t k = 1; failed; ++k) {
+                scene *of = scene_new();
+                char beside[128];
+                snprintf(beside, sizeof beside, "%s.tmp", of->path);
+                if (turn > 0) {
+                    scene_play(of, 2, play_save);
+                }
+                of->victim = victim;
+                of->k = k;
+                of->is_blank = turn == 2;
+                of->keeps_aborts = k % 4 == 0; // then the others find out by themselves
+                of->timeout_s = of->keeps_aborts ? 0.5 : 20.0;
+                scene_play(of, 3, turn == 0 ? play_failing_save : play_failing_load);
+                failed = of->made >= k;
+                told += failed;
+                for (uint32_t r = 0; r < 3; ++r) {
+                    assert_int_equal(of->results[r] != MS_RESULT_OK, failed);
+                }
+                if (turn == 0) { // in the last one all is done: which rank has not heard it?
+                    const bool is_old = file_is(of->path, &of->saved);
+                    assert_true(is_old || file_is(of->path, &of->other));
+                    assert_true(is_old == (failed && of->made == k) || k + 3 > of->made);
+                    assert_false(is_there(beside));
+                }
+                scene_free(of);
+            }
+        }
+    }
+    print_message("%u collectives failed\n", (unsigned)told);
+}
+
+/* The sink of rank 0, or the source of one, fails: all are told, nothing is lost, and they go on. */
+static void play_failing_sink(seat *s) {
+    scene *of = s->of;
+    file own;
+    memset(&own, 0, sizeof own);
+    seat_start(s);
+    CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
+    ms_result result = MS_RESULT_FILE;
+    for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
+        file_begin(&own);
+        own.fails_at = (size_t)k;
+        result = seat_save(s, &own);
+        CHECK(s, result == MS_RESULT_OK ||
+                     result == (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+        CHECK(s, s->rank == 0 || result == MS_RESULT_OK || has_text(s, "failed on rank 0"));
+        CHECK(s, result != MS_RESULT_OK || k > 10);
+        if (k % 4 == 0) {
+            CHECK(s, seat_is(s, &of->saved));
+        }
+    }
+    CHECK(s, ms_save_file(s->m, "/nowhere/at/all") ==
+                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    seat_step(s);
+    file_free(&own);
+}
+
+static void play_failing_source(seat *s) {
+    scene *of = s->of;
+    ms_result result = MS_RESULT_FILE;
+    const bool is_victim = s->rank == of->victim;
+    uint32_t failed = 0;
+    seat_open(s, 1);
+    for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
+        double loss;
+        result = load_from(s->m, &of->saved, is_victim ? k : 0, NULL);
+        CHECK(s,
+              result == MS_RESULT_OK || result == (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
+        CHECK(s, result == MS_RESULT_OK || ms_step(s->m, &loss) == MS_RESULT_ORDER); // no values
+    }
+    result = MS_RESULT_FILE;
+    for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
+        seat_step(s);
+        result = load_from(s->m, &of->saved, is_victim ? k : 0, NULL);
+        if (result != MS_RESULT_OK && s->m->run.failed) {
+            failed += 1;
+            CHECK_OK(s, load_from(s->m, &of->saved, 0, NULL));
+        }
+    }
+    CHECK(s, failed > 3);
+    CHECK(s, seat_is(s, &of->saved));
+    CHECK(s, ms_load(s->m, NULL, NULL) == MS_RESULT_INVALID);
+    CHECK(s, ms_load_file(s->m, of->path, NULL) == MS_RESULT_FILE);
+    CHECK_OK(s, ms_save_file(s->m, of->path));
+    CHECK(s, ms_load_file(s->m, is_victim ? "/nowhere" : of->path, NULL) ==
+                 (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    CHECK_OK(s, ms_load_file(s->m, of->path, NULL));
+    remove(of->path);
+}
+
+static void sinks_and_sources_fail(void **state) {
+    (void)state;
+    scene *of = scene_new();
+    scene_play(of, 3, play_failing_sink);
+    file_begin(&of->saved);
+    scene_play(of, 2, play_save);
+    for (of->victim = 0; of->victim < 3; ++of->victim) {
+        scene_play(of, 3, play_failing_source);
+    }
+    scene_free(of);
+}
+
+static void play_failing_memory(seat *s, bool saves) {
+    scene *of = s->of;
+    if (saves) {
+        seat_start(s);
+    } else {
+        seat_open(s, 1);
+    }
+    const bool is_victim = s->rank == of->victim;
+    const uint64_t calls = s->heap.calls;
+    s->heap.fail_at = is_victim ? calls + of->k : 0;
+    ms_result result = saves ? seat_save(s, &of->other) : load_from(s->m, &of->saved, 0, NULL);
+    s->heap.fail_at = 0;
+    of->results[s->rank] = result;
+    if (is_victim) {
+        of->made = s->heap.calls - calls;
+    }
+    CHECK(s, result == MS_RESULT_OK ||
+                 result == (is_victim ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_RANKS));
+    if (result != MS_RESULT_OK) { // nothing is lost
+        file_begin(&of->other);
+        meet(s);
+        CHECK_OK(s, saves ? seat_save(s, &of->other) : load_from(s->m, &of->saved, 0, NULL));
+    }
+    seat_step(s);
+}
+
+static void play_failing_memory_of_save(seat *s) {
+    play_failing_memory(s, true);
+}
+
+static void play_failing_memory_of_load(seat *s) {
+    play_failing_memory(s, false);
+}
+
+static void each_allocation_fails(void **state) {
+    (void)state;
+    scene *of = scene_new();
+    scene_play(of, 3, play_save);
+    for (uint32_t turn = 0; turn < 6; ++turn) {
+        of->victim = turn % 3;
+        bool failed = true;
+        for (of->k = 1; failed; ++of->k) {
+            scene_play(of, 3, turn < 3 ? play_failing_memory_of_save : play_failing_memory_of_load);
+            failed = of->made >= of->k;
+            for (uint32_t r = 0; r < 3; ++r) {
+                assert_int_equal(of->results[r] != MS_RESULT_OK, failed);
+            }
+        }
+        print_message("%s of rank %u: %u allocations failed\n", turn < 3 ? "save" : "load",
+                      (unsigned)of->victim, (unsigned)of->k - 2);
+        assert_true(of->k > 4);
+    }
+    scene_free(of);
+}
+
+// ------------------------------------------------------------------------------------------------
+// folders, snapshots, and what is refused
+
+static uint64_t position_in_newest(seat *s, const ms_checkpoints *folder) {
+    bool found = false;
+    s->position = 0;
+    const ms_result result = ms_load_checkpoint(s->m, folder, NULL, &found);
+    return result == MS_RESULT_OK && found ? s->position : 0;
+}
+
+static void play_folder(seat *s) {
+    scene *of = s->of;
+    const ms_checkpoints none = {NULL, 0}, folder = {of->folder, 2};
+    const ms_checkpoints *to = s->rank == 0 ? &folder : &none;
+    ms_snapshot *shot = NULL;
+    char path[2][128];
+    bool found = true;
+    seat_start(s);
+    for (int i = 0; i < 2; ++i) {
+        snprintf(path[i], sizeof path[i], "%s/checkpoint-%d.safetensors", of->folder, i);
+    }
+    CHECK_OK(s, ms_load_checkpoint(s->m, &folder, NULL, &found));
+    CHECK(s, !found);
+    s->position = 10 + s->rank;
+    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    s->position = 20 + s->rank;
+    CHECK_OK(s, ms_save_begin(s->m, to, &shot));
+    s->position = 30;
+    seat_step(s);
+    CHECK_OK(s, ms_snapshot_write_file(shot, NULL));
+    CHECK_OK(s, s->rank == 0 ? MS_RESULT_OK : ms_snapshot_write(shot, NULL));
+    CHECK(s, (shot->bytes > 0) == (s->rank == 0));
+    ms_snapshot_free(shot);
+    meet(s); // rank 0 has written it
+    CHECK(s, position_in_newest(s, &folder) == 20);
+    meet(s);
+    if (s->rank == 1) {
+        CHECK(s, truncate(path[1], 5000) == 0);
+    }
+    meet(s);
+    CHECK(s, position_in_newest(s, &folder) == 10);
+    meet(s);
+    if (s->rank == 1) {
+        CHECK(s, truncate(path[0], 5000) == 0);
+    }
+    meet(s);
+    CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) ==
+                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_FILE));
+    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    /* One that has another folder, where there is less. */
+    const ms_checkpoints nowhere = {"/nowhere", 2};
+    CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &nowhere : &folder, NULL, &found) ==
+                 (s->rank == 1 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &none : &folder, NULL, &found) ==
+                 (s->rank == 1 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    CHECK(s,
+          ms_save_checkpoint(s->m, &none) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    CHECK(s, ms_save_begin(s->m, &none, &shot) ==
+                 (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    CHECK(s, shot == NULL);
+}
+
+static void folders_and_snapshots(void **state) {
+    (void)state;
+    scene *of = scene_new();
+    scene_play(of, 3, play_folder);
+    scene_free(of);
+}
+
+static void play_part_of_step(seat *s) {
+    seat_open(s, 3);
+    CHECK_OK(s, t_chain_write(&s->chain, 7));
+    seat_step(s);
+    if (s->of->ranks == 1) {
+        CHECK_OK(s, seat_save(s, &s->of->saved));
+        return;
+    }
+    CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_ORDER) ||
+                 s->rank == 0);
+    CHECK(s, seat_save(s, &s->of->other) == MS_RESULT_ORDER);
+    CHECK(s, has_text(s, "1 of 3 micro-batches") && has_text(s, "save after the last one"));
+    seat_step(s);
+    seat_step(s);
+    CHECK_OK(s, seat_save(s, &s->of->other));
+    CHECK(s, load_from(s->m, &s->of->saved, 0, NULL) == MS_RESULT_INVALID);
+    CHECK(s, has_text(s, "complete the step with one rank"));
+    CHECK(s, seat_is(s, &s->of->other));
+}
+
+static void play_other_files(seat *s) {
+    ms_load_options options;
+    memset(&options, 0, sizeof options);
+    seat_open(s, 1);
+    CHECK(s, load_from(s->m, s->rank == 1 ? &s->of->other : &s->of->saved, 0, NULL) ==
+                 MS_RESULT_RANKS);
+    CHECK(s, has_text(s, "rank 1 differs from rank 0; it has another file"));
+    options.values_only = s->rank == 0;
+    CHECK(s, load_from(s->m, &s->of->saved, 0, &options) == MS_RESULT_RANKS);
+    CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
+    CHECK(s, seat_is(s, &s->of->saved));
+    options.values_only = true;
+    CHECK_OK(s, load_from(s->m, &s->of->other, 0, &options));
+    seat_step(s);
+}
+
+static void what_is_refused(void **state) {
+    (void)state;
+    scene *of = scene_new();
+    scene_play(of, 1, play_part_of_step);
+    scene_play(of, 2, play_part_of_step);
+    file_begin(&of->saved);
+    scene_play(of, 2, play_save);
+    file_begin(&of->other);
+    (void)file_write(&of->other, of->saved.data, of->saved.bytes);
+    file_begin(&of->saved);
+    scene_play(of, 3, play_save); // other rows, so other values
+    scene_play(of, 3, play_other_files);
+    scene_free(of);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(random_graphs),
+        cmocka_unit_test(random_graphs),         cmocka_unit_test(pieces_and_codes),
+        cmocka_unit_test(each_collective_fails), cmocka_unit_test(sinks_and_sources_fail),
+        cmocka_unit_test(each_allocation_fails), cmocka_unit_test(folders_and_snapshots),
+        cmocka_unit_test(what_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
