@@ -1278,7 +1278,7 @@ typedef struct ms_optimizer_desc {
 } ms_optimizer_desc;
 
 /* Where ms_save writes, piece by piece, and where ms_load reads: so many bytes at an offset of a file of
-   `size` bytes. Not 0: it has failed. */
+   `size` bytes. Not 0: it has failed. Of several ranks only rank 0 uses its sink. */
 typedef struct ms_sink {
     int (*write)(void *user, const void *data, size_t bytes);
     void *user;
@@ -2066,6 +2066,11 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    ms_load_options.visit tells which.
 
    The file is a safetensors file: docs/api.md has what is in it, under which names.
+
+   Several ranks call the same functions; an error of one is RANKS for the others. Rank 0 writes: the others
+   use no sink, path or folder, and have empty snapshots. Every rank reads the same file, in which nothing
+   tells how many saved it; buffers and extras are those of rank 0. Saving inside a step of several
+   micro-batches is refused (ORDER). comm_timeout must exceed the time that a tensor takes on the disk.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
@@ -6426,37 +6431,41 @@ static MSI_COLD ms_result msi_broadcast_bytes(ms_model *m, uint32_t root, void *
     return msi_collect_bytes(m, MSI_COLLECTIVE_broadcast, data, data, bytes);
 }
 
-/* The results of all ranks: this one's own or, if that is OK and another's is not, RANKS. */
+/* Whether there is nobody to agree with. */
+static bool msi_is_alone(const ms_model *m) {
+    return m->ranks.count < 2 || m->config.dry_run;
+}
+
+/* The results of all ranks: this one's own or, if that is OK and another's is not, RANKS. All are told
+   the first one that is no consequence of another. */
 static MSI_COLD ms_result msi_agree_on_result(ms_model *m, const char *function, ms_result own) {
-    uint32_t all[MSI_MOST_RANKS];
+    uint32_t all[MSI_MOST_RANKS], first = 0;
     const uint32_t mine = (uint32_t)own;
-    if (m->ranks.count < 2 || m->config.dry_run) {
+    if (msi_is_alone(m)) {
         return own;
     }
     const msi_errors errors = m->errors;
-    ms_result result = msi_exchange_bytes(m, &mine, all, sizeof mine);
-    m->ranks.told = result;
-    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
-        const bool is_first = m->ranks.told == MS_RESULT_OK || m->ranks.told == MS_RESULT_RANKS;
-        m->ranks.told = is_first && all[r] > 0 ? (ms_result)all[r] : m->ranks.told;
+    const ms_result result = msi_exchange_bytes(m, &mine, all, sizeof mine);
+    for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        const ms_result known = (ms_result)all[first];
+        const bool is_better = known == MS_RESULT_OK || known == MS_RESULT_RANKS;
+        first = is_better && all[r] != (uint32_t)MS_RESULT_OK ? r : first;
     }
+    m->ranks.told = result == MS_RESULT_OK ? (ms_result)all[first] : result;
     if (own != MS_RESULT_OK) {
         m->errors = errors;
         return own;
     }
-    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
-        if (all[r] != (uint32_t)MS_RESULT_OK) {
-            result = msi_fail(m, MS_RESULT_RANKS, "%s: it has failed on rank %u: %s (%s)", function,
-                              (unsigned)r, ms_result_text((ms_result)all[r]),
-                              ms_result_name((ms_result)all[r]));
-        }
-    }
-    return result;
+    return result != MS_RESULT_OK || m->ranks.told == MS_RESULT_OK
+               ? result
+               : msi_fail(m, MS_RESULT_RANKS, "%s: it has failed on rank %u: %s (%s)", function,
+                          (unsigned)first, ms_result_text(m->ranks.told),
+                          ms_result_name(m->ranks.told));
 }
 
 static MSI_COLD ms_result msi_sum_over_ranks(ms_model *m, double *values, uint32_t count) {
     const uint64_t bytes = count * (uint64_t)sizeof(double), room = m->ranks.count * bytes;
-    if (m->ranks.count < 2 || m->config.dry_run || count == 0) {
+    if (msi_is_alone(m) || count == 0) {
         return MS_RESULT_OK;
     }
     double *all = (double *)msi_alloc(&m->config.allocator, room);
@@ -25573,13 +25582,16 @@ static MSI_COLD void msi_list_terms(ms_model *m, msi_goal goal, msi_terms *terms
     msi_add_term(terms, "size of an axis", hash);
 }
 
-/* An error, the same on all ranks, if one of them differs from rank 0. */
+/* An error of all ranks if one of them has an error of its own, or differs from rank 0. */
 static MSI_COLD ms_result msi_compare_ranks(ms_model *m, const char *function,
-                                            const msi_terms *terms) {
+                                            const msi_terms *terms, ms_result own) {
+    if (msi_is_alone(m)) {
+        return own;
+    }
     const uint64_t bytes = terms->count * sizeof(uint64_t), room = m->ranks.count * bytes;
     uint64_t *all = (uint64_t *)msi_alloc(&m->config.allocator, room);
-    ms_result result = msi_agree_on_result(
-        m, function, all ? MS_RESULT_OK : msi_fail_memory(m, "the comparison of the ranks", room));
+    MSI_THEN(own, all ? own : msi_fail_memory(m, "the comparison of the ranks", room));
+    ms_result result = msi_agree_on_result(m, function, own);
     MSI_THEN(result, msi_exchange_bytes(m, terms->number, all, bytes));
     for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
         for (uint32_t k = 0; k < terms->count && result == MS_RESULT_OK; k++) {
@@ -25655,16 +25667,14 @@ static MSI_COLD ms_result msi_share_times(ms_model *m) {
 static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
     static const char *const function = "ms_wrap";
     msi_terms terms = MSI_ZERO_INIT;
-    if (m->ranks.count < 2 || m->config.dry_run) {
+    if (msi_is_alone(m)) {
         return own;
     }
-    ms_result result = msi_agree_on_result(m, function, own);
-    if (result != MS_RESULT_OK) {
-        return result;
+    if (own == MS_RESULT_OK) {
+        m->wrapped.choice = msi_config_choice(m);
+        msi_list_terms(m, goal, &terms);
     }
-    m->wrapped.choice = msi_config_choice(m);
-    msi_list_terms(m, goal, &terms);
-    result = msi_compare_ranks(m, function, &terms);
+    ms_result result = msi_compare_ranks(m, function, &terms, own);
     MSI_THEN(result, msi_share_budgets(m));
     MSI_THEN(result, msi_share_times(m));
     return result;
@@ -25673,15 +25683,12 @@ static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
 /* The plans of all ranks must be the same, whatever compilers have made of the arithmetic. */
 static MSI_COLD ms_result msi_compare_plans(ms_model *m, const msi_plan *plan, ms_result own) {
     msi_terms terms = MSI_ZERO_INIT;
-    ms_result result =
-        m->ranks.count < 2 || m->config.dry_run ? own : msi_agree_on_result(m, "ms_wrap", own);
-    if (result != MS_RESULT_OK || m->ranks.count < 2 || m->config.dry_run) {
-        return result;
+    if (own == MS_RESULT_OK) {
+        msi_add_term(
+            &terms, "plan, made from the same numbers: are all ranks the same program?",
+            msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
     }
-    msi_add_term(
-        &terms, "plan, made from the same numbers: are all ranks the same program?",
-        msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
-    return msi_compare_ranks(m, "ms_wrap", &terms);
+    return msi_compare_ranks(m, "ms_wrap", &terms, own);
 }
 
 /* The plan in force stays: restores the choice and the costs by which it was decided. */
@@ -35205,6 +35212,12 @@ static MSI_COLD void msi_parse_header(msi_checkpoint *c, uint64_t data_bytes) {
 
 enum { MSI_FILE_PIECE = 1 << 22, MSI_MOST_HEADER = 100000000 }; // the latter as in safetensors
 
+/* Whether a save or a load may begin: inside a program, ranks do not tell one another of an error. */
+static MSI_COLD ms_result msi_begin_file(ms_model *m, const char *function) {
+    const ms_result result = msi_made(m);
+    return result == MS_RESULT_OK ? msi_check_between_steps(m, function) : result;
+}
+
 /* Where the items are of what a run consists of. */
 static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
     msi_memory memory = MSI_ZERO_INIT;
@@ -35228,13 +35241,16 @@ static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
     return memory;
 }
 
-/* Makes the result of all ranks of this one's. */
-static MSI_COLD void msi_agree_on_file(msi_checkpoint *c) {
-    c->result = msi_agree_on_result(c->m, c->function, c->result);
+/* Makes the result of this rank that of all, after an item that all have: not an extra. */
+static MSI_COLD void msi_agree_on_item(msi_checkpoint *c, const msi_item *i) {
+    if (!i || i->kind < MSI_ITEM_EXTRA) {
+        c->result = msi_agree_on_result(c->m, c->function, c->result);
+    }
 }
 
 static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t bytes) {
-    if (c->result == MS_RESULT_OK && c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
+    if (c->result == MS_RESULT_OK && msi_writes_files(c->m) &&
+        c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
         MSI_FAIL_FILE(c, MS_RESULT_FILE, "the sink has failed to write %llu bytes",
                       (unsigned long long)bytes);
     }
@@ -35246,18 +35262,18 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     const msi_memory from = msi_item_memory(c, i);
     const bool writes = msi_writes_files(c->m);
     const uint64_t each = from.shard > 0 ? msi_format_bytes(i->format, from.shard) : i->bytes;
-    const uint64_t end = writes || from.shard > 0 ? i->bytes : 0;
     msi_sum sum = msi_begin_sum();
-    uint64_t bytes;
-    for (uint64_t at = 0; at < end && (c->result == MS_RESULT_OK || from.shard > 0); at += bytes) {
+    uint64_t at = 0, bytes;
+    for (; at < i->bytes && (from.shard > 0 || (writes && c->result == MS_RESULT_OK));
+         at += bytes) {
         const uint32_t root = (uint32_t)(at / each);
         const uint8_t *piece = (const uint8_t *)from.source + at % each;
         bytes = msi_smaller(msi_smaller(each - at % each, i->bytes - at), MSI_FILE_PIECE);
         if (root > 0 || (!from.on_host && !msi_is_direct(c->m))) {
+            const bool has = from.shard == 0 || root == c->m->config.comm.rank;
             MSI_THEN(c->result,
-                     root == (from.shard > 0 ? c->m->config.comm.rank : 0)
-                         ? msi_copy(c->m, c->buffer.items, true, piece, from.on_host, bytes)
-                         : MS_RESULT_OK);
+                     !has ? MS_RESULT_OK
+                          : msi_copy(c->m, c->buffer.items, true, piece, from.on_host, bytes));
             piece = c->buffer.items;
         }
         if (root > 0) {
@@ -35270,6 +35286,7 @@ static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
         }
     }
     c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+    msi_agree_on_item(c, i);
 }
 
 /* The numbers of kinds in files, which no later version changes. */
@@ -35313,11 +35330,9 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     }
 }
 
-/* What save and load need: a model that is between two calls, and knows its loss scale. */
+/* What save and load need, after msi_begin_file. */
 static MSI_COLD ms_result msi_check_settled(ms_model *m, const char *function) {
-    const ms_result result = msi_check_between_steps(m, function);
-    return result != MS_RESULT_OK ? result
-           : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+    return !m->run.plan ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
            : m->config.dry_run
                ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
            : msi_is_suspended(m) ? msi_fail_suspended(m, function)
@@ -35347,10 +35362,9 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
     if (result == MS_RESULT_OK && m->ranks.count > 1 && m->run.micro > 0) {
         result =
             msi_fail(m, MS_RESULT_ORDER,
-                     "%s: %u of %u micro-batches of a step are done, of which each of %u ranks "
-                     "has gradients of its own: save after the last one",
-                     function, (unsigned)m->run.micro, (unsigned)m->run.store->micro_count,
-                     (unsigned)m->ranks.count);
+                     "%s: %u of %u micro-batches of a step are done, and each rank has sums of "
+                     "its own: save after the last one",
+                     function, (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
     }
     MSI_THEN(result, msi_keep_scale(m, m->run.store));
     return result;
@@ -35365,9 +35379,8 @@ static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     sums.count = ((uint64_t)c->items.count + 1) * sizeof(uint64_t);
     msi_add_item(c, sums, "memscale.", "checksums");
     MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
-    MSI_ROOM(uint8_t, c, c->buffer,
-             msi_is_direct(c->m) && c->m->ranks.count < 2 ? 0
-                                                          : msi_smaller(c->most, MSI_FILE_PIECE));
+    const bool is_direct = msi_is_direct(c->m) && msi_is_alone(c->m);
+    MSI_ROOM(uint8_t, c, c->buffer, is_direct ? 0 : msi_smaller(c->most, MSI_FILE_PIECE));
     msi_write_header(c);
 }
 
@@ -35379,22 +35392,17 @@ static MSI_COLD void msi_write_file(msi_checkpoint *c) {
         msi_add_to_sum(&sum, c->header.items, length);
         c->sums.items[c->sums.count++] = msi_end_sum(&sum);
     }
-    if (msi_writes_files(c->m)) {
-        msi_write_out(c, &length, sizeof length);
-        msi_write_out(c, c->header.items, length);
-    }
-    msi_agree_on_file(c);
+    msi_write_out(c, &length, sizeof length);
+    msi_write_out(c, c->header.items, length);
+    msi_agree_on_item(c, NULL);
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
         for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
             if (msi_formats[i->format].bytes == bytes) {
                 msi_save_item(c, i);
-                if (i->kind < MSI_ITEM_EXTRA) {
-                    msi_agree_on_file(c);
-                }
             }
         }
     }
-    msi_agree_on_file(c);
+    msi_agree_on_item(c, NULL);
 }
 
 /* A file in memory. */
@@ -35444,7 +35452,8 @@ static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
     return s;
 }
 
-/* Saves to a sink or, if `snapshot` is not NULL, to a new snapshot; `own`: what this rank has found so far. */
+/* Saves to a sink or, if `snapshot` is not NULL, to a new snapshot; `own` is the
+   result of this rank so far. */
 static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_sink *sink,
                                    uint64_t saves, ms_snapshot **snapshot, ms_result own) {
     msi_checkpoint c = MSI_ZERO_INIT;
@@ -35453,12 +35462,7 @@ static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_s
     c.function = function;
     c.sink = snapshot ? &to_memory : sink;
     c.numbers.saves = saves;
-    c.result = msi_check_between_steps(m, function);
-    if (c.result != MS_RESULT_OK) {
-        return c.result;
-    }
-    c.result = own;
-    MSI_THEN(c.result, msi_check_saved(m, function));
+    c.result = MSI_THEN(own, msi_check_saved(m, function));
     MSI_DO(c.result, msi_plan_file(&c));
     to_memory.user = c.result == MS_RESULT_OK && snapshot ? msi_new_snapshot(&c) : NULL;
     msi_write_file(&c);
@@ -35664,8 +35668,8 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
                         (unsigned)m->run.store->micro_count);
     } else if (n->micro > 0 && m->ranks.count > 1) {
         MSI_REFUSE_FILE(c,
-                        "the file is of a step of which %u of %u micro-batches are done, by one "
-                        "rank; there are %u: complete the step with one rank and save again",
+                        "%u of %u micro-batches of a step are done, and %u ranks cannot go on from "
+                        "there: complete the step with one rank and save again",
                         (unsigned)n->micro, (unsigned)n->micro_count, (unsigned)m->ranks.count);
     }
 }
@@ -35800,17 +35804,16 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
         if (begin >= end) {
             continue;
         }
-        const msi_part own = {begin - part.begin, end - begin}; // of the piece
-        const msi_part place = {begin - shard.begin, own.count};
         const bool converts = to.format != i->format || factor < 1.0f || factor > 1.0f;
         if (converts) {
             msi_convert_piece(c, i, converted, to.format, data, factor, part.count);
         }
-        const uint8_t *from = (converts ? converted : data) + msi_part_bytes(to.format, own).begin;
-        uint8_t *target = (uint8_t *)to.target + msi_part_bytes(to.format, place).begin;
+        const uint8_t *from =
+            (converts ? converted : data) + msi_format_bytes(to.format, begin - part.begin);
+        uint8_t *target = (uint8_t *)to.target + msi_format_bytes(to.format, begin - shard.begin);
         if (from != target) {
             c->result = msi_copy(c->m, target, to.on_host, from, true,
-                                 msi_format_bytes(to.format, own.count));
+                                 msi_format_bytes(to.format, end - begin));
         }
     }
 }
@@ -35893,37 +35896,30 @@ static MSI_COLD ms_result msi_zero_item(msi_checkpoint *c, const msi_item *i) {
     return result;
 }
 
-/* Whether all ranks can load, and from the same file the same things. */
-static MSI_COLD void msi_agree_on_load(msi_checkpoint *c, bool is_blank) {
-    msi_terms terms = MSI_ZERO_INIT;
-    msi_agree_on_file(c);
-    if (c->result != MS_RESULT_OK || c->m->ranks.count < 2) {
-        return;
-    }
+/* What has to be the same on all ranks, as a term. */
+static MSI_COLD void msi_describe_load(const msi_checkpoint *c, bool is_blank, msi_terms *terms) {
     uint64_t hash = msi_hash_bytes(is_blank, c->header.items, c->header.count);
     hash = c->has_sums ? msi_hash_bytes(hash, c->sums.items, 8 * (uint64_t)c->entries.count) : hash;
     for (MSI_ITEMS_WHILE(const msi_item, i, c->items, i->kind < MSI_ITEM_EXTRA)) {
-        hash = msi_mix_in(hash, (uint64_t)i->entry << 2 | (uint64_t)i->is_transposed << 1 |
-                                    (uint64_t)i->is_zeroed);
+        hash = msi_mix_in(hash, 2 * (uint64_t)i->entry + i->is_transposed);
     }
-    msi_add_term(&terms, "file, options for it, or had values where others had none", hash);
-    c->result = msi_compare_ranks(c->m, c->function, &terms);
+    msi_add_term(terms, "file, options for it, or values before", hash);
 }
 
 /* Checks what a load that fails could not undo, and loads all values. */
 static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     const bool is_blank = msi_is_blank(c->m);
-    msi_agree_on_load(c, is_blank);
+    msi_terms terms = MSI_ZERO_INIT;
+    MSI_DO(c->result, msi_describe_load(c, is_blank, &terms));
+    c->result = msi_compare_ranks(c->m, c->function, &terms, c->result);
     for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         const bool first = !is_blank || i->kind != MSI_ITEM_TENSOR || i->is_transposed;
         if (i->entry != MSI_NONE && first) {
             msi_load_item(c, i, false);
-            if (i->kind < MSI_ITEM_EXTRA) {
-                msi_agree_on_file(c);
-            }
+            msi_agree_on_item(c, i);
         }
     }
-    msi_agree_on_file(c);
+    msi_agree_on_item(c, NULL);
     if (c->result != MS_RESULT_OK) {
         return;
     }
@@ -35934,12 +35930,10 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         } else if (i->is_zeroed || (i->role == MSI_ROLE_GRADIENT && c->is_whole)) {
             c->result = msi_zero_item(c, i); // what is there was of a step that is dropped
         }
-        if (i->kind < MSI_ITEM_EXTRA) {
-            msi_agree_on_file(c);
-        }
+        msi_agree_on_item(c, i);
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
-    msi_agree_on_file(c);
+    msi_agree_on_item(c, NULL);
     for (MSI_ITEMS_WHILE(const msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
             memcpy(c->m->extras.items[i->index].data, c->extras + i->number, (size_t)i->bytes);
@@ -36060,7 +36054,7 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     MSI_ROOM(uint8_t, c, c->buffer, 2 * msi_align(most + 1));
 }
 
-/* `own`: what this rank has found so far. */
+/* `own` is the result of this rank so far. */
 static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const ms_source *source,
                                         const ms_load_options *options, ms_result own) {
     msi_checkpoint c = MSI_ZERO_INIT;
@@ -36068,12 +36062,7 @@ static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const
     c.function = function;
     c.source = source;
     c.options = options ? *options : c.options;
-    c.result = msi_check_between_steps(m, function);
-    if (c.result != MS_RESULT_OK) {
-        return c.result;
-    }
-    c.result = own;
-    MSI_THEN(c.result, msi_check_settled(m, function));
+    c.result = MSI_THEN(own, msi_check_settled(m, function));
     MSI_THEN(c.result, msi_settle_steps(m));
     MSI_THEN(c.result, msi_keep_scale(m, m->run.store));
     MSI_DO(c.result, msi_begin_load(&c));
@@ -36253,31 +36242,29 @@ static MSI_COLD void msi_remove(const char *path) {
 #endif
 
 /* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
-   from a snapshot. `m` is NULL for a snapshot, which leaves no text. `own`: what this rank has found so far. */
+   from a snapshot. `m` is NULL for a snapshot, which leaves no text. `result` is
+   that of this rank so far. */
 static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
                                          uint64_t saves, const ms_snapshot *snapshot,
-                                         ms_result own) {
+                                         ms_result result) {
     char beside[MSI_PATH_BYTES];
     ms_sink sink = MSI_ZERO_INIT;
-    const bool writes = !m || msi_writes_files(m);
+    const bool writes = m ? msi_writes_files(m) : snapshot->bytes > 0;
     const int length = path ? msi_write_text(beside, sizeof beside, "%s.tmp", path) : 0;
-    ms_result result = own;
-    if (writes && (length <= 0 || length >= (int)sizeof beside)) {
-        MSI_THEN(result,
-                 m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
-                   : MS_RESULT_INVALID);
-    }
+    const bool fits = length > 0 && length < (int)sizeof beside;
+    MSI_THEN(result,
+             fits || !writes ? MS_RESULT_OK
+             : m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
+                 : MS_RESULT_INVALID);
     const bool is_open = writes && result == MS_RESULT_OK && msi_open_sink(beside, &sink) != NULL;
-    MSI_THEN(result, writes && !is_open ? MS_RESULT_FILE : MS_RESULT_OK);
-    if (m) {
-        result = msi_save(m, function, &sink, saves, NULL, result);
-    } else {
-        MSI_THEN(result, msi_put_snapshot(snapshot, &sink));
-    }
+    MSI_THEN(result, is_open || !writes ? MS_RESULT_OK : MS_RESULT_FILE);
+    result = m                        ? msi_save(m, function, &sink, saves, NULL, result)
+             : result == MS_RESULT_OK ? msi_put_snapshot(snapshot, &sink)
+                                      : result;
     const bool all_have_saved = m && result == MS_RESULT_OK;
     const bool is_closed = is_open && msi_close_file(sink.user, true);
-    MSI_THEN(result,
-             !writes || (is_closed && msi_replace(beside, path)) ? MS_RESULT_OK : MS_RESULT_FILE);
+    const bool is_done = result == MS_RESULT_OK && is_closed && msi_replace(beside, path);
+    MSI_THEN(result, is_done || !writes ? MS_RESULT_OK : MS_RESULT_FILE);
     if (is_open && result != MS_RESULT_OK) {
         msi_remove(beside);
     }
@@ -36313,7 +36300,7 @@ typedef struct msi_places {
     uint32_t keep;
     char path[MSI_PATH_BYTES];       // of one of them
     uint64_t saves[MSI_MOST_PLACES]; // numbers the saves; 0: none that is whole
-    bool was_there;                  // whatever it is
+    bool was_there;                  // whatever it is; saves and this are the same on all ranks
 } msi_places;
 
 static MSI_COLD const char *msi_path_of_place(msi_places *p, uint32_t place) {
@@ -36365,8 +36352,8 @@ static MSI_COLD ms_result msi_find_places(ms_model *m, const char *function,
                         "%s: the folder is NULL, empty or too long, or keep is above %d", function,
                         (int)MSI_MOST_PLACES);
     }
-    for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK && msi_writes_files(m);
-         k++) { // the others follow the one that writes
+    const uint32_t count = msi_writes_files(m) ? MSI_MOST_PLACES : 0; // the others are told
+    for (uint32_t k = 0; k < count && result == MS_RESULT_OK; k++) {
         (void)msi_path_of_place(p, k);
         result = msi_read_place(m, function, p, &p->saves[k]);
     }
@@ -36412,27 +36399,15 @@ static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
     return result;
 }
 
-/* All ranks learn what the one that writes has found. */
-static MSI_COLD ms_result msi_share_places(ms_model *m, const char *function, msi_places *p,
-                                           ms_result own) {
-    ms_result result = msi_agree_on_result(m, function, own);
-    if (m->ranks.count > 1 && !m->config.dry_run) {
-        MSI_THEN(result, msi_broadcast_bytes(m, 0, p->saves, sizeof p->saves));
-        MSI_THEN(result, msi_broadcast_bytes(m, 0, &p->was_there, sizeof p->was_there));
-    }
-    return result;
-}
-
 /* Loads the newest checkpoint that is whole, for all ranks. */
 static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, const ms_load_options *options,
                                          bool *found) {
     msi_places p;
-    ms_result result = msi_check_between_steps(m, function);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    result = msi_share_places(m, function, &p, msi_find_places(m, function, in, &p));
+    ms_result result = msi_agree_on_result(m, function, msi_find_places(m, function, in, &p));
+    MSI_THEN(result, msi_is_alone(m) ? MS_RESULT_OK
+                                     : msi_broadcast_bytes(m, 0, p.saves,
+                                                           sizeof p - offsetof(msi_places, saves)));
     ms_result last = result;
     for (uint32_t place = msi_choose_place(&p, MSI_MOST_PLACES, true);
          result == MS_RESULT_OK && p.saves[place] > 0;
@@ -37569,46 +37544,43 @@ MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *da
 }
 
 MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
-    ms_result result = msi_made(model);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (msi_writes_files(model) && (!sink || !sink->write)) {
-        result = msi_fail_argument(model, __func__, "sink or its function is NULL");
-    }
-    return msi_save(model, __func__, sink, 0, NULL, result);
+    ms_result result = msi_begin_file(model, __func__);
+    const bool lacks = result == MS_RESULT_OK && msi_writes_files(model) && !(sink && sink->write);
+    const ms_result own =
+        lacks ? msi_fail_argument(model, __func__, "sink or its function is NULL") : result;
+    return MSI_THEN(result, msi_save(model, __func__, sink, 0, NULL, own));
 }
 
 MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
                                const ms_load_options *options) {
-    ms_result result = msi_made(model);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    if (!source || !source->read) {
-        result = msi_fail_argument(model, __func__, "source or its function is NULL");
-    }
-    return msi_load_file(model, __func__, source, options, result);
+    ms_result result = msi_begin_file(model, __func__);
+    const bool lacks = result == MS_RESULT_OK && !(source && source->read);
+    const ms_result own =
+        lacks ? msi_fail_argument(model, __func__, "source or its function is NULL") : result;
+    return MSI_THEN(result, msi_load_file(model, __func__, source, options, own));
 }
 
 MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
-    return MSI_MADE(model, msi_write_path(model, __func__, path, 0, NULL, MS_RESULT_OK));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_write_path(model, __func__, path, 0, NULL, result));
 }
 
 MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
                                     const ms_load_options *options) {
-    return MSI_MADE(model, msi_load_path(model, __func__, path, options));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_load_path(model, __func__, path, options));
 }
 
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
-    return MSI_MADE(model, msi_save_place(model, __func__, checkpoints));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_save_place(model, __func__, checkpoints));
 }
 
 MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
                                           const ms_load_options *options, bool *found) {
     bool is_found = false;
-    const ms_result result =
-        MSI_MADE(model, msi_load_place(model, __func__, checkpoints, options, &is_found));
+    ms_result result = msi_begin_file(model, __func__);
+    MSI_THEN(result, msi_load_place(model, __func__, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
     }
@@ -37624,12 +37596,10 @@ MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *chec
     }
     *snapshot = NULL;
     p.path[0] = 0;
-    ms_result result = msi_made(model);
-    if (result != MS_RESULT_OK) {
-        return result;
-    }
-    result = checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : result;
-    result = msi_save(model, __func__, NULL, saves, snapshot, result);
+    ms_result result = msi_begin_file(model, __func__);
+    ms_result own = result;
+    MSI_THEN(own, checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : own);
+    MSI_THEN(result, msi_save(model, __func__, NULL, saves, snapshot, own));
     MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
     return result;
 }
@@ -37642,9 +37612,8 @@ MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_s
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
     const char *to = path || !snapshot || !snapshot->path[0] ? path : snapshot->path;
-    return !snapshot              ? MS_RESULT_INVALID
-           : snapshot->bytes == 0 ? MS_RESULT_OK
-                                  : msi_write_path(NULL, __func__, to, 0, snapshot, MS_RESULT_OK);
+    return snapshot ? msi_write_path(NULL, __func__, to, 0, snapshot, MS_RESULT_OK)
+                    : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {

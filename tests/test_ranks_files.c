@@ -760,6 +760,8 @@ static void play_failing_sink(seat *s) {
     }
     CHECK(s, ms_save_file(s->m, "/nowhere/at/all") ==
                  (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    CHECK(s, ms_save_file(s->m, of->folder) == // which cannot be replaced by a file
+                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
     CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
     seat_step(s);
     file_free(&own);
@@ -911,8 +913,7 @@ static void play_folder(seat *s) {
         CHECK(s, truncate(path[0], 5000) == 0);
     }
     meet(s);
-    CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) ==
-                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_FILE));
+    CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) == MS_RESULT_FILE);
     CHECK_OK(s, ms_save_checkpoint(s->m, to));
     CHECK_OK(s, ms_save_checkpoint(s->m, to));
     /* One that has another folder, where there is less. */
