@@ -275,7 +275,7 @@
   TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
     shared by both  >>formats >>shared >>arithmetic
-    implementation  >>base >>structs >>names >>log >>text >>memory >>wide
+    implementation  >>base >>structs >>names >>log >>text >>memory >>ranks >>wide
       on the host   >>cpu kernels >>cpu gemm >>backend cpu >>hardware
       the graph     >>graph >>tiles >>loans >>validate >>whole >>profile >>rules >>store
       lowering      >>emit >>cost >>operands >>homes >>recompute >>updates >>lower >>repeat
@@ -4551,8 +4551,8 @@ typedef enum msi_cost {
    fetches, so that copies are issued early, or else at once, and are awaited late; whether it is a
    direction of the link, a share of which goes to updates that use state on the host; whether it is
    the network; the fields of ms_memory_report that count it. COMPUTE issues what runs on the others,
-   and waits for it. The network is two engines, since what is fetched does not wait for what is sent. What one engine
-   makes for another that does not fetch either comes after it. */
+   and waits for it. The network is two engines, since what is fetched does not wait for what is sent.
+   What one engine makes for another that does not fetch either comes after it. */
 #define MSI_ENGINES(X)                                                                             \
     X(COMPUTE, COMPUTE, copy, memory_gb_per_s, "copy", false, false, false, 0, 0)                  \
     X(TO_DEVICE, TO_DEVICE, copy_in, to_device_gb_per_s, "copy to the device", true, true, false,  \
@@ -4564,9 +4564,9 @@ typedef enum msi_cost {
     X(REDUCE, NETWORK, network_copy, network_gb_per_s, "collective", false, false, true,           \
       MSI_COUNTERS(reduce))
 
-#define MSI_X(engine, ...) MSI_ENGINE_##engine,
 enum { MSI_MOST_RANKS = 1000 };
 
+#define MSI_X(engine, ...) MSI_ENGINE_##engine,
 typedef enum msi_engine { MSI_ENGINES(MSI_X) MSI_ENGINE_COUNT } msi_engine;
 #undef MSI_X
 
@@ -4581,6 +4581,12 @@ static const struct {
     bool fetches, is_link, is_network;
     size_t counted_bytes, counted_us; // offsets, or 0
 } msi_engines[MSI_ENGINE_COUNT] = {MSI_ENGINES(MSI_X)};
+#undef MSI_X
+
+/* This compiles only if every stream has an engine. */
+#define MSI_X(engine, stream, ...) | 1 << MS_STREAM_##stream
+typedef char
+    msi_streams_have_engines[(0 MSI_ENGINES(MSI_X)) == (1 << MS_STREAM_COUNT) - 1 ? 1 : -1];
 #undef MSI_X
 
 enum {

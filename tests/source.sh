@@ -208,20 +208,20 @@ trained_by() { # HEADER FLAGS
 # bits are the same.
 check_new_engine() {
     local text copy=$checks/engine.h row op
-    sed 's|X(MS_STREAM_TO_HOST, "copies to the host")|& X(MS_STREAM_PLANTED, "planted")|' memscale.h > $copy
+    sed 's|X(MS_STREAM_NETWORK, "collectives of the ranks")|& X(MS_STREAM_PLANTED, "planted")|' memscale.h > $copy
     ! text=$(compile -DMEMSCALE_IMPLEMENTATION $copy 2>&1) || return 1
-    grep -q msi_engine_rows_match <<< "$text" || { echo "without a row: $text"; return 1; }
+    grep -q msi_streams_have_engines <<< "$text" || { echo "without a row: $text"; return 1; }
 
-    row='PLANTED, copy_planted, to_device_gb_per_s, "planted", true, false, MSI_COUNTERS(planted)'
+    row='PLANTED, PLANTED, copy_planted, to_device_gb_per_s, "planted", true, true, false, MSI_COUNTERS(planted)'
     sed -n '/^static int msi_cpu_copy_in(/,/^}/p' $copy |
         sed 's/copy_in/copy_planted/; s/TO_DEVICE/PLANTED/' > $copy.copy
     sed -i "/^static int msi_cpu_record(/e cat $copy.copy" $copy
-    sed -i -e "s|^    X(TO_HOST, copy_out, .*MSI_COUNTERS(to_host))|& X($row)|" \
+    sed -i -e "s|^    X(GATHER, NETWORK, |    X($row) &|" \
         -e 's|^    double to_device_us, to_host_us;|& uint64_t planted_bytes; double planted_us;|' \
         -e 's|^    int (\*copy_out)(.*|& int (*copy_planted)(void *, void *, const void *, uint64_t);|' \
-        -e 's|X(copy_in) X(copy_out)|& X(copy_planted)|' $copy
+        -e 's|^    X(copy_out) .*|    X(copy_planted) &|' $copy
     trained_by memscale.h > $checks/plain && trained_by $copy -DPLANTED > $checks/idle &&
-        grep -q '"tid":3,"name":"thread_name","args":{"name":"planted"}' $checks/idle &&
+        grep -q '"tid":4,"name":"thread_name","args":{"name":"planted"}' $checks/idle &&
         diff $checks/plain <(grep -v planted $checks/idle) || { echo 'it does something'; return 1; }
 
     op='PLANTED, "planted", COPY_IN, LINK, 1, PLANTED, COUNT, MSI_PAIRS'
@@ -235,7 +235,7 @@ check_new_engine() {
     cat $checks/plain $checks/busy | awk '
         /^step_us/ { before_us = us; us = $2 }
         /^planted/ { reported = $2 }
-        /"ph":"X","pid":1,"tid":3/ { sub(/.*"bytes":/, ""); traced += $0 }
+        /"ph":"X","pid":1,"tid":4/ { sub(/.*"bytes":/, ""); traced += $0 }
         END { print before_us " us; with it " us " us, " reported " bytes, of which " traced " are traced"
             exit !(us < before_us && reported > 0 && traced == reported) }'
 }
