@@ -1378,10 +1378,12 @@ typedef struct ms_decision {
     bool is_applied;
     const ms_rule *rule; // the rule that decided
     /* Not held on the device, in all and by category: between forward and backward; gradients after
-       backward; and of what has its home on the host, between its uses. What several layers have is
-       counted for the first of them. */
+       backward; and of what has its home on the host, or is divided among ranks, between its uses.
+       What several layers have is counted for the first of them. */
     uint64_t saved_bytes, saved_bytes_of[MS_CATEGORY_COUNT];
-    double added_us; // predicted time that it adds to a step; offloading: waits for these copies
+    /* The predicted time that it adds to a step; offloading: waits for these copies, and for the
+       collectives of what is divided too; sharding: waits for all others of its collectives. */
+    double added_us;
     /* Of the tensors that it is not applied to: the bytes that would not be held; and the time of
        the layer's recomputation (if that reads what has been dropped, more comes on top), or of the
        copies, of which some could be hidden. */
@@ -1503,7 +1505,7 @@ typedef struct ms_memory_report {
     uint64_t gather_bytes, reduce_bytes;
     double gather_us, reduce_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
-       to_host_us), where the waits are those of that micro-batch without that for the inputs. 0: all
+       to_host_us + gather_us + reduce_us), where the waits are those of that micro-batch without that for the inputs. 0: all
        of it is waited for, or nothing is copied. */
     double hidden_share;
     uint64_t step_count; // completed updates
@@ -18894,19 +18896,29 @@ static void msi_split_long(const msi_graph *g, const msi_costs *c, msi_tensor_de
     }
 }
 
-/* The most that may be divided of a param among ranks. Not what the trainer lends or wants to read,
-   nor what is updated as a whole; a value without a gradient may be, or nothing. Of state in codes each
-   rank has whole groups. */
+/* Whether each rank needs all of a param: of what the trainer lends or wants to read, and of what is
+   updated as a whole. */
+static bool msi_stays_whole(const msi_optimizers *o, const msi_tensor *t) {
+    const ms_optimizer_kind kind = msi_desc_of(o, t)->kind;
+    const bool parts = msi_optimizer_of(kind).is_built_in && !msi_optimizer_of(kind).is_whole;
+    return t->on_host || msi_lent(t) || t->bytes != t->largest_bytes || t->wanted ||
+           (msi_learns(t) && !parts);
+}
+
+/* Whether a param crosses the network in less time than a collective takes at least. */
+static bool msi_is_tiny(const ms_hardware *h, const msi_tensor *t) {
+    return (double)t->bytes < h->network_us * h->network_gb_per_s * 1e3;
+}
+
+/* The most that may be divided of a param among ranks; a value without a gradient may be, or nothing.
+   Of state in codes each rank has whole groups. */
 static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
                                       const msi_tensor_decision *d) {
     const msi_tensor *tensor = &s->graph->tensors.items[t];
-    const msi_optimizers *o = s->lowering->optimizers;
-    const ms_optimizer_kind kind = msi_desc_of(o, tensor)->kind;
-    const bool learns = msi_learns(tensor),
-               parts = msi_optimizer_of(kind).is_built_in && !msi_optimizer_of(kind).is_whole;
-    if (s->store->rank_count < 2 || tensor->kind != MSI_KIND_PARAM || tensor->on_host ||
-        msi_lent(tensor) || tensor->bytes != tensor->largest_bytes || tensor->wanted ||
-        (learns && (!parts || s->lowering->keeps_gradients)) ||
+    const bool learns = msi_learns(tensor);
+    if (s->store->rank_count < 2 || tensor->kind != MSI_KIND_PARAM ||
+        msi_stays_whole(s->lowering->optimizers, tensor) ||
+        (learns && s->lowering->keeps_gradients) ||
         (d->state_8bit && msi_shard_size(s->store, tensor) % MSI_CODED_GROUP != 0)) {
         return MSI_SHARDS_NOTHING;
     }
@@ -18919,17 +18931,16 @@ static msi_sharding msi_most_sharding(const msi_scorer *s, uint32_t t,
 }
 
 /* What is divided of a param where how.sharding is of all: at least what is forced, and no more than
-   may be. A param that crosses the network in less time than a collective takes at least stays whole. */
+   may be. */
 static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
                                       const msi_tensor_decision *d) {
     const msi_scorer *s = search->scorer;
     const msi_tensor *tensor = &s->graph->tensors.items[t];
-    const ms_hardware *h = &s->costs->hardware;
     const msi_sharding most = msi_most_sharding(s, t, d);
     const msi_sharding least = (msi_sharding)tensor->least_sharding;
-    const bool may = tensor->technique[MS_TECHNIQUE_SHARDING] != MS_SWITCH_OFF;
-    const bool tiny = (double)tensor->bytes < h->network_us * h->network_gb_per_s * 1e3;
-    msi_sharding wanted = may && !tiny ? search->how.sharding : MSI_SHARDS_NOTHING;
+    const bool may = tensor->technique[MS_TECHNIQUE_SHARDING] != MS_SWITCH_OFF &&
+                     !msi_is_tiny(&s->costs->hardware, tensor);
+    msi_sharding wanted = may ? search->how.sharding : MSI_SHARDS_NOTHING;
     wanted = !msi_learns(tensor) && wanted < MSI_SHARDS_VALUE ? MSI_SHARDS_NOTHING : wanted;
     wanted = wanted > least ? wanted : least;
     return wanted < most ? wanted : most;
@@ -25965,8 +25976,14 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
       "accumulation, clipping, or an optimizer that leaves updates to the trainer",                \
       "no gradient may be used up before all of them are complete")                                \
     X(AS_A_WHOLE, MSI_SHARDING, "as-a-whole",                                                      \
-      "the param is borrowed, its gradient is wanted, or its optimizer updates it as a whole",     \
+      "the param is borrowed or on the host, its gradient is wanted, or its optimizer updates it " \
+      "as a whole",                                                                                \
       "each rank needs all of it")                                                                 \
+    X(LATENCY, MSI_SHARDING, "latency",                                                            \
+      "the param crosses the network in less time than a collective takes at least",               \
+      "its memory is not worth a collective")                                                      \
+    X(NO_PARAM, MSI_SHARDING, "no-param", "the layer has no param",                                \
+      "there is nothing to divide: each rank has activations of its own")                          \
     X(NO_STATE, MSI_8BIT, "no-state", "the layer has no param with optimizer state",               \
       "there is nothing to code")                                                                  \
     X(CUSTOM, MSI_8BIT | MSI_MIXED, "custom-update",                                               \
@@ -25979,7 +25996,7 @@ static ms_result msi_smallest_of_modes(ms_model *m, uint64_t *bytes) {
       "that memory is the trainer's, not the arena's")                                             \
     X(READ_AGAIN, MSI_EARLY_UPDATE, "read-again", "a layer without a backward reads the param",    \
       "that layer could be recomputed after the update, and would see the new value")              \
-    X(SHARED_PARAM, MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT, "shared",                        \
+    X(SHARED_PARAM, MSI_EARLY_UPDATE | MSI_OFFLOADING | MSI_8BIT | MSI_SHARDING, "shared",         \
       "an earlier layer uses the param too",                                                       \
       "backward runs that layer last, and what was decided is in the line of that layer")          \
     X(SMALL, MSI_8BIT, "small", "the param has fewer than 4,096 elements",                         \
@@ -26343,13 +26360,19 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
+/* The role of what moves; of state, the first. */
+static MSI_COLD msi_role msi_first_moved(uint32_t move) {
+    return move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
+           : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
+                                        : MSI_ROLE_STATE0;
+}
+
 /* Bytes that `move`, one bit of what can be moved of a tensor, takes in the arena if it is not
    moved: none for memory of the trainer. */
-static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move) {
+static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move,
+                                           bool is_shard) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    const int first = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
-                      : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
-                                                   : MSI_ROLE_STATE0;
+    const int first = msi_first_moved(move);
     const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizers, t) : 1;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
@@ -26357,11 +26380,31 @@ static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor,
         const msi_optimizers *o = &r->model->optimizers;
         const msi_format format = msi_format_of(o, t, (msi_role)role, coded);
         bytes += msi_is_borrowed(t, (msi_role)role) ? 0
+                 : is_shard ? msi_align(msi_format_bytes(format, msi_shard_size(r->store, t)))
                  : role < MSI_ROLE_STATE0
                      ? msi_align(msi_value_bytes(t, format))
                      : msi_align(msi_format_bytes(format, msi_elements_of(o, t, (msi_role)role)));
     }
     return bytes;
+}
+
+/* Whether what of a tensor could move is divided among ranks. */
+static MSI_COLD bool msi_has_shard(const msi_review *r, uint32_t tensor, uint32_t move) {
+    return r->model->graph.tensors.items[tensor].kind == MSI_KIND_PARAM &&
+           msi_sharding_of(r->store, &r->plan->decisions[tensor]) >=
+               msi_sharding_for(msi_first_moved(move));
+}
+
+/* The same of what this rank has. */
+static MSI_COLD uint64_t msi_bytes_here(const msi_review *r, uint32_t tensor, uint32_t move) {
+    return msi_bytes_of_move(r, tensor, move, msi_has_shard(r, tensor, move));
+}
+
+/* The bytes that other ranks have of what is divided, or could be. */
+static MSI_COLD uint64_t msi_bytes_of_others(const msi_review *r, uint32_t tensor, uint32_t move) {
+    const uint64_t all = msi_bytes_of_move(r, tensor, move, false);
+    const uint64_t own = msi_bytes_of_move(r, tensor, move, true);
+    return all > own ? all - own : 0;
 }
 
 /* The facts about the tensor of a layer that is not moved; of a param, of the largest that could. */
@@ -26387,7 +26430,7 @@ static MSI_COLD uint64_t msi_offloading_facts(const msi_review *r, uint32_t laye
     uint64_t bytes = 0, largest = 0;
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
         const uint64_t part =
-            msi_movable(g, tensor) & move ? msi_bytes_of_move(r, tensor, move) : (uint64_t)0;
+            msi_movable(g, tensor) & move ? msi_bytes_here(r, tensor, move) : (uint64_t)0;
         bytes += part;
         largest = r->moved[tensor] & move ? largest : msi_larger(largest, part);
     }
@@ -26414,6 +26457,15 @@ static MSI_COLD uint64_t msi_8bit_facts(const msi_review *r, uint32_t layer, uin
                : facts[msi_why_not_8bit(&m->optimizers, m->config.backend.has_state_formats,
                                         &m->graph.tensors.items[tensor])] |
                      msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
+}
+
+static MSI_COLD uint64_t msi_sharding_facts(const msi_review *r, uint32_t layer, uint32_t tensor) {
+    const ms_model *m = r->model;
+    const msi_tensor *t = tensor == MSI_NONE ? NULL : &m->graph.tensors.items[tensor];
+    return !t ? MSI_FACT(NO_PARAM)
+              : msi_fact(MSI_FACT(AS_A_WHOLE), msi_stays_whole(&m->optimizers, t)) |
+                    msi_fact(MSI_FACT(LATENCY), msi_is_tiny(&m->costs.hardware, t)) |
+                    msi_fact(MSI_FACT(SHARED_PARAM), !msi_tells_of(r, layer, tensor));
 }
 
 /* How many more bytes of the arena the state of a param takes if it is not coded. */
@@ -26494,11 +26546,13 @@ static MSI_COLD void msi_add_refused(const msi_review *r, uint32_t layer, uint32
     if (d->technique == MS_TECHNIQUE_MIXED_PRECISION) {
         d->refused_bytes += msi_bytes_of_rounding(&m->graph, tensor);
     }
+    const bool divides = d->technique == MS_TECHNIQUE_SHARDING && msi_tells_of(r, layer, tensor) &&
+                         !msi_stays_whole(&m->optimizers, t);
     const uint32_t left = moves ? msi_not_moved(r, layer, tensor) : 0;
     d->refused_bytes += frees ? msi_align(t->bytes) : 0;
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-        const uint64_t bytes = left & move ? msi_bytes_of_move(r, tensor, move) : 0;
-        d->refused_bytes += bytes;
+        const uint64_t bytes = left & move ? msi_bytes_here(r, tensor, move) : 0;
+        d->refused_bytes += bytes + (divides ? msi_bytes_of_others(r, tensor, move) : 0);
         d->refused_us += bytes > 0 ? msi_copies_us(r, tensor, move) : 0.0;
     }
 }
@@ -26521,7 +26575,8 @@ static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_dec
         : d->technique == MS_TECHNIQUE_MIXED_PRECISION ? msi_bytes_of_rounding(g, tensor)
         : d->technique == MS_TECHNIQUE_TILING          ? msi_bytes_of_tiles(r, tensor)
                                                        : msi_align(g->tensors.items[tensor].bytes);
-    if (d->technique != MS_TECHNIQUE_OFFLOADING) {
+    const bool moves = d->technique == MS_TECHNIQUE_OFFLOADING;
+    if (!moves && d->technique != MS_TECHNIQUE_SHARDING) {
         const msi_role role = codes                                       ? MSI_ROLE_STATE0
                               : d->technique == MS_TECHNIQUE_EARLY_UPDATE ? MSI_ROLE_GRADIENT
                                                                           : MSI_ROLE_VALUE;
@@ -26530,14 +26585,14 @@ static MSI_COLD void msi_add_spared(const msi_review *r, uint32_t tensor, ms_dec
         return;
     }
     for (uint32_t move = 1; move < MSI_MOVES_ALL; move *= 2) {
-        const msi_role role = move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
-                              : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
-                                                           : MSI_ROLE_STATE0;
-        const uint64_t moved = r->moved[tensor] & move ? msi_bytes_of_move(r, tensor, move) : 0;
-        d->saved_bytes_of[msi_category(g, tensor, role)] += moved;
-        d->saved_bytes += moved;
+        const bool is = moves ? r->moved[tensor] & move : msi_has_shard(r, tensor, move);
+        const uint64_t spared = !is     ? 0
+                                : moves ? msi_bytes_here(r, tensor, move)
+                                        : msi_bytes_of_others(r, tensor, move);
+        d->saved_bytes_of[msi_category(g, tensor, msi_first_moved(move))] += spared;
+        d->saved_bytes += spared;
     }
-    d->added_us += r->wait_us[tensor];
+    d->added_us += moves || r->moved[tensor] == 0 ? r->wait_us[tensor] : 0.0;
 }
 
 /* Whether all that is done to a tensor was forced (ON), or all that is not was forbidden (OFF). */
@@ -26626,6 +26681,7 @@ static MSI_COLD ms_decision msi_decision(const msi_review *r, uint32_t layer,
         facts |= msi_8bit_facts(r, layer, left);
         break;
     case MS_TECHNIQUE_SHARDING:
+        facts |= msi_sharding_facts(r, layer, left);
         break;
     case MS_TECHNIQUE_MIXED_PRECISION:
         facts |= msi_narrow_facts(r, left);
@@ -38442,6 +38498,10 @@ static MSI_COLD void msi_print_layer_head(msi_plan_listing *to) {
         msi_print(c->out, "Offloading moves P: params, O: optimizer state, G: gradients, A: "
                           "activations, S: saved tensors.\n");
     }
+    if (to->totals[MS_TECHNIQUE_SHARDING].layers > 0) {
+        msi_print(c->out, "Sharding divides, among the ranks, P: params, O: optimizer state, G: "
+                          "gradients.\n");
+    }
     if (to->totals[MS_TECHNIQUE_TILING].layers > 0) {
         msi_print(c->out, "Tiling has the number of tiles and the rows of each; ^: with the layers "
                           "above, on each tile in\nturn.\n");
@@ -38473,7 +38533,9 @@ static MSI_COLD void msi_print_technique(msi_columns *c, const ms_decision *d) {
     static const char letters[] = {'I', 'P', 'B', 'O', 'G', 'A', 'D', 'S', 'W'}; // by category
     char moved[MS_CATEGORY_COUNT + 1] = "";
     for (int k = 0, at = 0; k < MS_CATEGORY_COUNT; k++) {
-        if (d->technique == MS_TECHNIQUE_OFFLOADING && d->saved_bytes_of[k] > 0) {
+        const bool of_roles = d->technique == MS_TECHNIQUE_OFFLOADING ||
+                              (d->technique == MS_TECHNIQUE_SHARDING && d->is_applied);
+        if (of_roles && d->saved_bytes_of[k] > 0) {
             moved[at++] = letters[k];
         }
     }
