@@ -430,6 +430,7 @@ typedef struct scene {
     uint32_t ranks, victim;
     int64_t cols;
     bool coded, is_blank, keeps_aborts;
+    bool lends; // device memory, in which other plans move what outlasts a step
     double timeout_s;
     uint64_t k; // what fails on the victim
     file saved, other;
@@ -449,7 +450,10 @@ typedef struct seat {
     ms_model *m;
     t_heap heap;
     uint64_t position;
+    void *memory;
 } seat;
+
+enum { LENT_BYTES = 4 << 20 };
 
 static bool check(seat *s, bool holds, const char *what, int line) {
     char *text = s->of->failure[s->rank];
@@ -483,6 +487,11 @@ static void seat_open(seat *s, uint32_t accumulation) {
     ms_config config = t_config();
     config.allocator = t_heap_allocator(&s->heap);
     config.accumulation_steps = accumulation;
+    if (of->lends) {
+        s->memory = rd_alloc(LENT_BYTES);
+        config.memory = s->memory;
+        config.memory_bytes = LENT_BYTES;
+    }
     if (of->ranks > 1) {
         config.comm = comm_of(s)->comm;
         config.comm_timeout = of->timeout_s > 0.0 ? of->timeout_s : 20.0;
@@ -546,6 +555,7 @@ static void *scene_work(uint32_t rank, void *argument) {
         comm_of(s)->comm.abort(comm_of(s));
     }
     ms_destroy(s->m);
+    rd_free(s->memory);
     CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
     free(s);
     return NULL;
@@ -634,7 +644,8 @@ static void pieces_and_codes(void **state) {
             for (uint32_t others = 1; others <= (k < 4 ? MOST_RANKS : 3); ++others) {
                 scene_play(of, others, play_load_and_save);
             }
-            if (of->coded) {
+            for (uint32_t lends = 0; lends < 2 && of->coded; ++lends) {
+                of->lends = lends > 0 && k < 4;
                 scene_play(of, ranks, play_load_and_decode);
             }
             scene_free(of);
@@ -920,10 +931,17 @@ static void play_folder(seat *s) {
     }
     meet(s);
     CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) == MS_RESULT_FILE);
-    CHECK_OK(s, ms_save_checkpoint(s->m, to));
-    CHECK_OK(s, ms_save_checkpoint(s->m, to));
     /* One that has another folder, where there is less. */
-    const ms_checkpoints nowhere = {"/nowhere", 2};
+    char own[128], copy[400];
+    snprintf(own, sizeof own, "%s/own", of->folder);
+    snprintf(copy, sizeof copy, "mkdir %s && cp %s %s", own, path[0], own);
+    const ms_checkpoints less = {own, 2}, nowhere = {"/nowhere", 2};
+    s->position = 40;
+    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    s->position = 50;
+    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    CHECK(s, s->rank != 1 || system(copy) == 0);
+    CHECK(s, position_in_newest(s, s->rank == 1 ? &less : &folder) == 40);
     CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &nowhere : &folder, NULL, &found) ==
                  (s->rank == 1 ? MS_RESULT_FILE : MS_RESULT_RANKS));
     CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &none : &folder, NULL, &found) ==
