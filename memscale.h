@@ -25644,6 +25644,8 @@ static MSI_COLD uint64_t msi_hash_rates(const ms_optimizer_desc *o) {
     X("file of plans (ms_plan_load): some rank has none, or another",                              \
       m->loaded.model ? msi_hash_bytes(1, m->loaded.bytes.items, m->loaded.bytes.count) : 0)
 #define MSI_RANK_TENSOR_TERMS(X)                                                                   \
+    X("name of some tensor, or order of names",                                                    \
+      msi_hash_bytes(0, msi_name(&m->graph, t->name), strlen(msi_name(&m->graph, t->name))))       \
     X("set of forced and forbidden shards", t->least_sharding * 4u + t->most_less)                 \
     X("optimizer of some param: a rate or another number of its desc",                             \
       msi_mix_in(msi_hash_rates(msi_desc_of(&m->optimizers, t)),                                   \
@@ -27078,8 +27080,11 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
                     first.text);
 }
 
+/* After an error of the comm, the votes that the device has counted are not those of the ranks. */
 static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
-    return msi_is_error_halt(state) ? msi_fail_halted(m, state, step) : MS_RESULT_OK;
+    const bool halted = msi_is_error_halt(state);
+    const ms_result result = halted ? msi_check_ranks(m) : MS_RESULT_OK;
+    return halted && result == MS_RESULT_OK ? msi_fail_halted(m, state, step) : result;
 }
 
 /* Warns, once in a row of steps that overflow, that the loss scale cannot become smaller. */
