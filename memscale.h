@@ -1278,7 +1278,7 @@ typedef struct ms_optimizer_desc {
 } ms_optimizer_desc;
 
 /* Where ms_save writes, piece by piece, and where ms_load reads: so many bytes at an offset of a file of
-   `size` bytes. Not 0: it has failed. */
+   `size` bytes. Not 0: it has failed. Of several ranks only rank 0 uses its sink. */
 typedef struct ms_sink {
     int (*write)(void *user, const void *data, size_t bytes);
     void *user;
@@ -2074,6 +2074,11 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    ms_load_options.visit tells which.
 
    The file is a safetensors file: docs/api.md has what is in it, under which names.
+
+   Several ranks call the same functions; an error of one is RANKS for the others. Rank 0 writes: the others
+   use no sink, path or folder, and have empty snapshots. Every rank reads the same file, in which nothing
+   tells how many saved it; buffers and extras are those of rank 0. Saving inside a step of several
+   micro-batches is refused (ORDER). comm_timeout must exceed the time that a tensor takes on the disk.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
@@ -5301,6 +5306,7 @@ typedef struct msi_ranks {
     bool gives_up;     // from here on it takes part in collectives alone, until the next vote
     bool is_committed; // this step's vote on its update has been counted
     ms_result why;
+    ms_result told; // of all when they last agreed on a result: the first one that is not OK
     char text[MSI_ERROR_BYTES];
     uint32_t mark_first, mark_count; // those that have not come
     double moved_us;                 // when the device was last given or seen to pass one
@@ -6408,6 +6414,9 @@ static MSI_COLD ms_result msi_collect_bytes(ms_model *m, msi_collective_kind kin
     void *to = !memory ? receive : ranks > 1 ? (uint8_t *)memory + msi_align(bytes) : memory;
     MSI_THEN(result, memory ? msi_copy(m, memory, false, send, true, bytes) : MS_RESULT_OK);
     MSI_THEN(result, msi_synchronize(m));
+    if (result != MS_RESULT_OK && !msi_flag_is_set(&m->ranks.is_broken)) {
+        msi_break_ranks(&m->config.comm, &m->ranks, 0); // the others would wait for this rank
+    }
     MSI_THEN(result, msi_device(m, msi_collect(m, kind, from, to, bytes, MS_DTYPE_I8),
                                 "exchange between ranks"));
     MSI_THEN(result, msi_synchronize(m));
@@ -6430,32 +6439,41 @@ static MSI_COLD ms_result msi_broadcast_bytes(ms_model *m, uint32_t root, void *
     return msi_collect_bytes(m, MSI_COLLECTIVE_broadcast, data, data, bytes);
 }
 
-/* The results of all ranks: this one's own or, if that is OK and another's is not, RANKS. */
+/* Whether there is nobody to agree with. */
+static bool msi_is_alone(const ms_model *m) {
+    return m->ranks.count < 2 || m->config.dry_run;
+}
+
+/* The results of all ranks: this one's own or, if that is OK and another's is not, RANKS. All are told
+   the first one that is no consequence of another. */
 static MSI_COLD ms_result msi_agree_on_result(ms_model *m, const char *function, ms_result own) {
-    uint32_t all[MSI_MOST_RANKS];
+    uint32_t all[MSI_MOST_RANKS], first = 0;
     const uint32_t mine = (uint32_t)own;
-    if (m->ranks.count < 2 || m->config.dry_run) {
+    if (msi_is_alone(m)) {
         return own;
     }
     const msi_errors errors = m->errors;
-    ms_result result = msi_exchange_bytes(m, &mine, all, sizeof mine);
+    const ms_result result = msi_exchange_bytes(m, &mine, all, sizeof mine);
+    for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        const ms_result known = (ms_result)all[first];
+        const bool is_better = known == MS_RESULT_OK || known == MS_RESULT_RANKS;
+        first = is_better && all[r] != (uint32_t)MS_RESULT_OK ? r : first;
+    }
+    m->ranks.told = result == MS_RESULT_OK ? (ms_result)all[first] : result;
     if (own != MS_RESULT_OK) {
         m->errors = errors;
         return own;
     }
-    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
-        if (all[r] != (uint32_t)MS_RESULT_OK) {
-            result = msi_fail(m, MS_RESULT_RANKS, "%s: it has failed on rank %u: %s (%s)", function,
-                              (unsigned)r, ms_result_text((ms_result)all[r]),
-                              ms_result_name((ms_result)all[r]));
-        }
-    }
-    return result;
+    return result != MS_RESULT_OK || m->ranks.told == MS_RESULT_OK
+               ? result
+               : msi_fail(m, MS_RESULT_RANKS, "%s: it has failed on rank %u: %s (%s)", function,
+                          (unsigned)first, ms_result_text(m->ranks.told),
+                          ms_result_name(m->ranks.told));
 }
 
 static MSI_COLD ms_result msi_sum_over_ranks(ms_model *m, double *values, uint32_t count) {
     const uint64_t bytes = count * (uint64_t)sizeof(double), room = m->ranks.count * bytes;
-    if (m->ranks.count < 2 || m->config.dry_run || count == 0) {
+    if (msi_is_alone(m) || count == 0) {
         return MS_RESULT_OK;
     }
     double *all = (double *)msi_alloc(&m->config.allocator, room);
@@ -25690,15 +25708,17 @@ static MSI_COLD void msi_list_terms(ms_model *m, msi_goal goal, msi_terms *terms
     msi_add_term(terms, "size of an axis", hash);
 }
 
-/* An error, the same on all ranks, if one of them differs from rank 0. */
+/* An error of all ranks if one of them has an error of its own, or differs from rank 0. */
 static MSI_COLD ms_result msi_compare_ranks(ms_model *m, const char *function,
-                                            const msi_terms *terms) {
+                                            const msi_terms *terms, ms_result own) {
+    if (msi_is_alone(m)) {
+        return own;
+    }
     const uint64_t bytes = terms->count * sizeof(uint64_t), room = m->ranks.count * bytes;
     uint64_t *all = (uint64_t *)msi_alloc(&m->config.allocator, room);
-    if (!all) {
-        return msi_fail_memory(m, "the comparison of the ranks", room);
-    }
-    ms_result result = msi_exchange_bytes(m, terms->number, all, bytes);
+    MSI_THEN(own, all ? own : msi_fail_memory(m, "the comparison of the ranks", room));
+    ms_result result = msi_agree_on_result(m, function, own);
+    MSI_THEN(result, msi_exchange_bytes(m, terms->number, all, bytes));
     for (uint32_t r = 1; r < m->ranks.count && result == MS_RESULT_OK; r++) {
         for (uint32_t k = 0; k < terms->count && result == MS_RESULT_OK; k++) {
             const uint64_t here = all[(size_t)r * terms->count + k];
@@ -25773,16 +25793,14 @@ static MSI_COLD ms_result msi_share_times(ms_model *m) {
 static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
     static const char *const function = "ms_wrap";
     msi_terms terms = MSI_ZERO_INIT;
-    if (m->ranks.count < 2 || m->config.dry_run) {
+    if (msi_is_alone(m)) {
         return own;
     }
-    ms_result result = msi_agree_on_result(m, function, own);
-    if (result != MS_RESULT_OK) {
-        return result;
+    if (own == MS_RESULT_OK) {
+        m->wrapped.choice = msi_config_choice(m);
+        msi_list_terms(m, goal, &terms);
     }
-    m->wrapped.choice = msi_config_choice(m);
-    msi_list_terms(m, goal, &terms);
-    result = msi_compare_ranks(m, function, &terms);
+    ms_result result = msi_compare_ranks(m, function, &terms, own);
     MSI_THEN(result, msi_share_budgets(m));
     MSI_THEN(result, msi_share_times(m));
     return result;
@@ -25791,15 +25809,12 @@ static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
 /* The plans of all ranks must be the same, whatever compilers have made of the arithmetic. */
 static MSI_COLD ms_result msi_compare_plans(ms_model *m, const msi_plan *plan, ms_result own) {
     msi_terms terms = MSI_ZERO_INIT;
-    ms_result result =
-        m->ranks.count < 2 || m->config.dry_run ? own : msi_agree_on_result(m, "ms_wrap", own);
-    if (result != MS_RESULT_OK || m->ranks.count < 2 || m->config.dry_run) {
-        return result;
+    if (own == MS_RESULT_OK) {
+        msi_add_term(
+            &terms, "plan, made from the same numbers: are all ranks the same program?",
+            msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
     }
-    msi_add_term(
-        &terms, "plan, made from the same numbers: are all ranks the same program?",
-        msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
-    return msi_compare_ranks(m, "ms_wrap", &terms);
+    return msi_compare_ranks(m, "ms_wrap", &terms, own);
 }
 
 /* The plan in force stays: restores the choice and the costs by which it was decided. */
@@ -32312,6 +32327,18 @@ static ms_result msi_copy_part(ms_model *m, const msi_memory *to, const msi_memo
                                                  msi_format_bytes(f.format, source.count));
 }
 
+/* Whether this rank writes the files of all. */
+static bool msi_writes_files(const ms_model *m) {
+    return m->ranks.count < 2 || m->config.comm.rank == 0;
+}
+
+/* The elements of a value, of so many, that are in this rank's shard. */
+static msi_part msi_own_shard(const ms_model *m, uint64_t shard, uint64_t count) {
+    const uint64_t begin = msi_smaller(count, shard > 0 ? m->config.comm.rank * shard : 0);
+    const msi_part own = {begin, shard > 0 ? msi_smaller(shard, count - begin) : count};
+    return own;
+}
+
 /* Between a whole value and the shards of all ranks. To a whole one, all ranks copy at once: shard by
    shard, in pieces that hold whole groups of codes. */
 static MSI_COLD ms_result msi_copy_shards(ms_model *m, const msi_memory *to, const msi_memory *from,
@@ -32320,8 +32347,7 @@ static MSI_COLD ms_result msi_copy_shards(ms_model *m, const msi_memory *to, con
     const uint64_t ranks = m->ranks.count, most = msi_smaller(shard, MSI_CONVERT_ELEMENTS);
     const uint64_t piece_bytes = msi_align(msi_format_bytes(from->format, most));
     if (to->shard > 0) {
-        const uint64_t begin = msi_smaller(count, m->config.comm.rank * shard);
-        const msi_part own = {begin, msi_smaller(shard, count - begin)}, here = {0, own.count};
+        const msi_part own = msi_own_shard(m, shard, count), here = {0, own.count};
         return msi_copy_part(m, to, from, is_signed, here, from->shard > 0 ? here : own);
     }
     uint8_t *own = (uint8_t *)msi_alloc(&m->config.allocator, (ranks + 1) * piece_bytes);
@@ -33244,7 +33270,8 @@ static const uint8_t *msi_old_place(const msi_relocation *r, const msi_resident 
 /* Copies a value from `carry` to its place, in its new format. */
 static void msi_put_carried(msi_relocation *r, const msi_resident *from, const msi_resident *to,
                             uint8_t *carried) {
-    const uint64_t count = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
+    const uint64_t all = r->model->graph.tensors.items[to->tensor].largest_bytes / sizeof(float);
+    const uint64_t count = msi_own_shard(r->model, to->shard, all).count;
     const bool converts = from->format != to->format && from->shard == to->shard;
     uint8_t *now = converts ? carried + msi_align(from->bytes) : carried;
     if (converts) {
@@ -34898,7 +34925,7 @@ static MSI_COLD void msi_add_training(msi_checkpoint *c, msi_item item, const ch
     const msi_tensor *t = &c->m->graph.tensors.items[item.index];
     for (int role = MSI_ROLE_GRADIENT; role < MSI_ROLE_MASTER; role++) {
         const msi_resident *r = msi_find_resident(store, item.index, (msi_role)role);
-        const bool lasts = role != MSI_ROLE_GRADIENT || store->micro_count > 1 ||
+        const bool lasts = role != MSI_ROLE_GRADIENT || c->numbers.micro > 0 ||
                            msi_is_borrowed(t, MSI_ROLE_GRADIENT);
         const msi_words of_state = msi_words_of("memscale.state%d.", role - MSI_ROLE_STATE0);
         item.role = (msi_role)role;
@@ -35314,6 +35341,12 @@ static MSI_COLD void msi_parse_header(msi_checkpoint *c, uint64_t data_bytes) {
 
 enum { MSI_FILE_PIECE = 1 << 22, MSI_MOST_HEADER = 100000000 }; // the latter as in safetensors
 
+/* Whether a save or a load may begin: inside a program, ranks do not tell one another of an error. */
+static MSI_COLD ms_result msi_begin_file(ms_model *m, const char *function) {
+    const ms_result result = msi_made(m);
+    return result == MS_RESULT_OK ? msi_check_between_steps(m, function) : result;
+}
+
 /* Where the items are of what a run consists of. */
 static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
     msi_memory memory = MSI_ZERO_INIT;
@@ -35337,29 +35370,52 @@ static MSI_COLD msi_memory msi_item_memory(msi_checkpoint *c, msi_item *i) {
     return memory;
 }
 
+/* Makes the result of this rank that of all, after an item that all have: not an extra. */
+static MSI_COLD void msi_agree_on_item(msi_checkpoint *c, const msi_item *i) {
+    if (!i || i->kind < MSI_ITEM_EXTRA) {
+        c->result = msi_agree_on_result(c->m, c->function, c->result);
+    }
+}
+
 static MSI_COLD void msi_write_out(msi_checkpoint *c, const void *data, uint64_t bytes) {
-    if (c->result == MS_RESULT_OK && c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
+    if (c->result == MS_RESULT_OK && msi_writes_files(c->m) &&
+        c->sink->write(c->sink->user, data, (size_t)bytes) != 0) {
         MSI_FAIL_FILE(c, MS_RESULT_FILE, "the sink has failed to write %llu bytes",
                       (unsigned long long)bytes);
     }
 }
 
+/* Writes an item, on the rank that writes files. What other ranks have of it comes from them: piece by
+   piece from one to all. A rank with an error takes part until all know it, after the item. */
 static MSI_COLD void msi_save_item(msi_checkpoint *c, msi_item *i) {
     const msi_memory from = msi_item_memory(c, i);
+    const bool writes = msi_writes_files(c->m);
+    const uint64_t each = from.shard > 0 ? msi_format_bytes(i->format, from.shard) : i->bytes;
     msi_sum sum = msi_begin_sum();
-    for (uint64_t at = 0; at < i->bytes && c->result == MS_RESULT_OK; at += MSI_FILE_PIECE) {
-        const uint64_t bytes = msi_smaller(i->bytes - at, MSI_FILE_PIECE);
-        const uint8_t *piece = (const uint8_t *)from.source + at;
-        if (!from.on_host && !msi_is_direct(c->m)) {
-            c->result = msi_copy(c->m, c->buffer.items, true, piece, false, bytes);
+    uint64_t at = 0, bytes;
+    for (; at < i->bytes && (from.shard > 0 || (writes && c->result == MS_RESULT_OK));
+         at += bytes) {
+        const uint32_t root = (uint32_t)(at / each);
+        const uint8_t *piece = (const uint8_t *)from.source + at % each;
+        bytes = msi_smaller(msi_smaller(each - at % each, i->bytes - at), MSI_FILE_PIECE);
+        if (root > 0 || (!from.on_host && !msi_is_direct(c->m))) {
+            const bool has = from.shard == 0 || root == c->m->config.comm.rank;
+            MSI_THEN(c->result,
+                     !has ? MS_RESULT_OK
+                          : msi_copy(c->m, c->buffer.items, true, piece, from.on_host, bytes));
             piece = c->buffer.items;
         }
-        if (c->result == MS_RESULT_OK) {
+        if (root > 0) {
+            const ms_result shared = msi_broadcast_bytes(c->m, root, c->buffer.items, bytes);
+            MSI_THEN(c->result, shared);
+        }
+        if (c->result == MS_RESULT_OK && writes) {
             msi_add_to_sum(&sum, piece, bytes);
             msi_write_out(c, piece, bytes);
         }
     }
     c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+    msi_agree_on_item(c, i);
 }
 
 /* The numbers of kinds in files, which no later version changes. */
@@ -35403,11 +35459,9 @@ static MSI_COLD void msi_take_numbers(msi_checkpoint *c) {
     }
 }
 
-/* What save and load need: a model that is between two calls, and knows its loss scale. */
+/* What save and load need, after msi_begin_file. */
 static MSI_COLD ms_result msi_check_settled(ms_model *m, const char *function) {
-    const ms_result result = msi_check_between_steps(m, function);
-    return result != MS_RESULT_OK ? result
-           : !m->run.plan         ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
+    return !m->run.plan ? msi_fail(m, MS_RESULT_ORDER, "%s: call ms_wrap first", function)
            : m->config.dry_run
                ? msi_fail(m, MS_RESULT_DRY_RUN, "%s: a dry run has no values", function)
            : msi_is_suspended(m) ? msi_fail_suspended(m, function)
@@ -35434,6 +35488,13 @@ static MSI_COLD ms_result msi_check_saved(ms_model *m, const char *function) {
                               msi_name(&m->graph, t->name));
         }
     }
+    if (result == MS_RESULT_OK && m->ranks.count > 1 && m->run.micro > 0) {
+        result =
+            msi_fail(m, MS_RESULT_ORDER,
+                     "%s: %u of %u micro-batches of a step are done, and each rank has sums of "
+                     "its own: save after the last one",
+                     function, (unsigned)m->run.micro, (unsigned)m->run.store->micro_count);
+    }
     MSI_THEN(result, msi_keep_scale(m, m->run.store));
     return result;
 }
@@ -35447,24 +35508,30 @@ static MSI_COLD void msi_plan_file(msi_checkpoint *c) {
     sums.count = ((uint64_t)c->items.count + 1) * sizeof(uint64_t);
     msi_add_item(c, sums, "memscale.", "checksums");
     MSI_ROOM(uint64_t, c, c->sums, c->items.count + 1);
-    MSI_ROOM(uint8_t, c, c->buffer, msi_is_direct(c->m) ? 0 : msi_smaller(c->most, MSI_FILE_PIECE));
+    const bool is_direct = msi_is_direct(c->m) && msi_is_alone(c->m);
+    MSI_ROOM(uint8_t, c, c->buffer, is_direct ? 0 : msi_smaller(c->most, MSI_FILE_PIECE));
     msi_write_header(c);
 }
 
+/* Extras are those of the rank that writes: of them the others know nothing until the end. */
 static MSI_COLD void msi_write_file(msi_checkpoint *c) {
     const uint64_t length = c->header.count;
-    msi_sum sum = msi_begin_sum();
-    msi_add_to_sum(&sum, c->header.items, length);
-    c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+    if (c->result == MS_RESULT_OK) {
+        msi_sum sum = msi_begin_sum();
+        msi_add_to_sum(&sum, c->header.items, length);
+        c->sums.items[c->sums.count++] = msi_end_sum(&sum);
+    }
     msi_write_out(c, &length, sizeof length);
     msi_write_out(c, c->header.items, length);
+    msi_agree_on_item(c, NULL);
     for (uint32_t bytes = 8; bytes > 0; bytes /= 2) {
-        for (uint32_t k = 0; k < c->items.count && c->result == MS_RESULT_OK; k++) {
-            if (msi_formats[c->items.items[k].format].bytes == bytes) {
-                msi_save_item(c, &c->items.items[k]);
+        for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
+            if (msi_formats[i->format].bytes == bytes) {
+                msi_save_item(c, i);
             }
         }
     }
+    msi_agree_on_item(c, NULL);
 }
 
 /* A file in memory. */
@@ -35500,7 +35567,8 @@ static MSI_COLD void msi_free_snapshot(ms_snapshot *s) {
 static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
     const ms_allocator *a = &c->m->config.allocator;
     const msi_item *last = &c->items.items[c->items.count - 1];
-    const uint64_t bytes = 8 + c->header.count + last->begin + last->bytes;
+    const bool has_file = msi_writes_files(c->m);
+    const uint64_t bytes = has_file ? 8 + c->header.count + last->begin + last->bytes : 0;
     const uint64_t whole = sizeof(ms_snapshot) + bytes;
     ms_snapshot *s = (ms_snapshot *)msi_alloc(a, whole);
     if (!s) {
@@ -35513,24 +35581,24 @@ static MSI_COLD ms_snapshot *msi_new_snapshot(msi_checkpoint *c) {
     return s;
 }
 
-/* Saves to a sink or, without one, to a new snapshot. */
+/* Saves to a sink or, if `snapshot` is not NULL, to a new snapshot; `own` is the
+   result of this rank so far. */
 static MSI_COLD ms_result msi_save(ms_model *m, const char *function, const ms_sink *sink,
-                                   uint64_t saves, ms_snapshot **snapshot) {
+                                   uint64_t saves, ms_snapshot **snapshot, ms_result own) {
     msi_checkpoint c = MSI_ZERO_INIT;
-    ms_sink to_memory;
+    ms_sink to_memory = {msi_write_snapshot, NULL};
     c.m = m;
     c.function = function;
-    c.sink = sink ? sink : &to_memory;
+    c.sink = snapshot ? &to_memory : sink;
     c.numbers.saves = saves;
-    c.result = msi_check_saved(m, function);
+    c.result = MSI_THEN(own, msi_check_saved(m, function));
     MSI_DO(c.result, msi_plan_file(&c));
-    to_memory.user = c.result == MS_RESULT_OK && !sink ? msi_new_snapshot(&c) : NULL;
-    to_memory.write = msi_write_snapshot;
-    MSI_DO(c.result, msi_write_file(&c));
+    to_memory.user = c.result == MS_RESULT_OK && snapshot ? msi_new_snapshot(&c) : NULL;
+    msi_write_file(&c);
     msi_close_checkpoint(&c);
-    if (!sink && c.result == MS_RESULT_OK) {
+    if (snapshot && c.result == MS_RESULT_OK) {
         *snapshot = (ms_snapshot *)to_memory.user;
-    } else if (!sink) {
+    } else if (snapshot) {
         msi_free_snapshot((ms_snapshot *)to_memory.user);
     }
     return c.result;
@@ -35727,6 +35795,11 @@ static MSI_COLD void msi_check_numbers(msi_checkpoint *c) {
                         "step has %u: see ms_set_accumulation",
                         (unsigned)n->micro_count, (unsigned)n->micro,
                         (unsigned)m->run.store->micro_count);
+    } else if (n->micro > 0 && m->ranks.count > 1) {
+        MSI_REFUSE_FILE(c,
+                        "%u of %u micro-batches of a step are done, and %u ranks cannot go on from "
+                        "there: complete the step with one rank and save again",
+                        (unsigned)n->micro, (unsigned)n->micro_count, (unsigned)m->ranks.count);
     }
 }
 
@@ -35854,15 +35927,22 @@ static MSI_COLD void msi_put_piece(msi_checkpoint *c, const msi_item *i, msi_par
     uint8_t *converted = c->buffer.items + c->buffer.capacity / 2 / MSI_ALIGNMENT * MSI_ALIGNMENT;
     for (uint32_t k = 0; k < count && c->result == MS_RESULT_OK; k++) {
         const msi_memory to = msi_memory_of(targets[k]);
-        const msi_part place = msi_part_bytes(to.format, part);
+        const msi_part shard = msi_own_shard(c->m, to.shard, i->count);
+        const uint64_t begin = msi_larger(part.begin, shard.begin);
+        const uint64_t end = msi_smaller(part.begin + part.count, shard.begin + shard.count);
+        if (begin >= end) {
+            continue;
+        }
         const bool converts = to.format != i->format || factor < 1.0f || factor > 1.0f;
         if (converts) {
             msi_convert_piece(c, i, converted, to.format, data, factor, part.count);
         }
-        const uint8_t *from = converts ? converted : data;
-        uint8_t *target = (uint8_t *)to.target + place.begin;
+        const uint8_t *from =
+            (converts ? converted : data) + msi_format_bytes(to.format, begin - part.begin);
+        uint8_t *target = (uint8_t *)to.target + msi_format_bytes(to.format, begin - shard.begin);
         if (from != target) {
-            c->result = msi_copy(c->m, target, to.on_host, from, true, place.count);
+            c->result = msi_copy(c->m, target, to.on_host, from, true,
+                                 msi_format_bytes(to.format, end - begin));
         }
     }
 }
@@ -35878,7 +35958,7 @@ static MSI_COLD uint8_t *msi_place_of(msi_checkpoint *c, msi_item *i, msi_part p
         return NULL;
     }
     const msi_memory to = msi_memory_of(targets[0]);
-    return to.format == i->format && (to.on_host || msi_is_direct(c->m))
+    return to.format == i->format && to.shard == 0 && (to.on_host || msi_is_direct(c->m))
                ? (uint8_t *)to.target + msi_part_bytes(to.format, part).begin
                : NULL;
 }
@@ -35945,15 +36025,30 @@ static MSI_COLD ms_result msi_zero_item(msi_checkpoint *c, const msi_item *i) {
     return result;
 }
 
+/* What has to be the same on all ranks, as a term. */
+static MSI_COLD void msi_describe_load(const msi_checkpoint *c, bool is_blank, msi_terms *terms) {
+    uint64_t hash = msi_hash_bytes(is_blank, c->header.items, c->header.count);
+    hash = c->has_sums ? msi_hash_bytes(hash, c->sums.items, 8 * (uint64_t)c->entries.count) : hash;
+    for (MSI_ITEMS_WHILE(const msi_item, i, c->items, i->kind < MSI_ITEM_EXTRA)) {
+        hash = msi_mix_in(hash, 2 * (uint64_t)i->entry + i->is_transposed);
+    }
+    msi_add_term(terms, "file, options for it, or values before", hash);
+}
+
 /* Checks what a load that fails could not undo, and loads all values. */
 static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     const bool is_blank = msi_is_blank(c->m);
+    msi_terms terms = MSI_ZERO_INIT;
+    MSI_DO(c->result, msi_describe_load(c, is_blank, &terms));
+    c->result = msi_compare_ranks(c->m, c->function, &terms, c->result);
     for (MSI_ITEMS_WHILE(msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         const bool first = !is_blank || i->kind != MSI_ITEM_TENSOR || i->is_transposed;
         if (i->entry != MSI_NONE && first) {
             msi_load_item(c, i, false);
+            msi_agree_on_item(c, i);
         }
     }
+    msi_agree_on_item(c, NULL);
     if (c->result != MS_RESULT_OK) {
         return;
     }
@@ -35964,8 +36059,10 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
         } else if (i->is_zeroed || (i->role == MSI_ROLE_GRADIENT && c->is_whole)) {
             c->result = msi_zero_item(c, i); // what is there was of a step that is dropped
         }
+        msi_agree_on_item(c, i);
     }
     MSI_THEN(c->result, msi_synchronize(c->m));
+    msi_agree_on_item(c, NULL);
     for (MSI_ITEMS_WHILE(const msi_item, i, c->items, c->result == MS_RESULT_OK)) {
         if (i->kind == MSI_ITEM_EXTRA && i->entry != MSI_NONE) {
             memcpy(c->m->extras.items[i->index].data, c->extras + i->number, (size_t)i->bytes);
@@ -35978,7 +36075,7 @@ static MSI_COLD void msi_load_items(msi_checkpoint *c) {
     for (uint32_t k = 0; k < c->items.count && is_blank; k++) {
         c->m->run.failed |= msi_zero_item(c, &c->items.items[k]) != MS_RESULT_OK;
     }
-    c->m->run.failed |= !is_blank; // its source has failed between two times of reading
+    c->m->run.failed |= !is_blank; // a source has failed between two times of reading
     c->m->errors = errors;
 }
 
@@ -36086,18 +36183,19 @@ static MSI_COLD void msi_begin_load(msi_checkpoint *c) {
     MSI_ROOM(uint8_t, c, c->buffer, 2 * msi_align(most + 1));
 }
 
+/* `own` is the result of this rank so far. */
 static MSI_COLD ms_result msi_load_file(ms_model *m, const char *function, const ms_source *source,
-                                        const ms_load_options *options) {
+                                        const ms_load_options *options, ms_result own) {
     msi_checkpoint c = MSI_ZERO_INIT;
     c.m = m;
     c.function = function;
     c.source = source;
     c.options = options ? *options : c.options;
-    c.result = msi_check_settled(m, function);
+    c.result = MSI_THEN(own, msi_check_settled(m, function));
     MSI_THEN(c.result, msi_settle_steps(m));
     MSI_THEN(c.result, msi_keep_scale(m, m->run.store));
     MSI_DO(c.result, msi_begin_load(&c));
-    MSI_DO(c.result, msi_load_items(&c));
+    msi_load_items(&c);
     if (c.result == MS_RESULT_OK && c.is_whole) {
         msi_set_numbers(&c);
     }
@@ -36273,43 +36371,53 @@ static MSI_COLD void msi_remove(const char *path) {
 #endif
 
 /* Writes a file by way of another beside it, so that at any time one of them is whole: by a save, or
-   from a snapshot. `m` is NULL for a snapshot, which leaves no text. */
+   from a snapshot. `m` is NULL for a snapshot, which leaves no text. `result` is
+   that of this rank so far. */
 static MSI_COLD ms_result msi_write_path(ms_model *m, const char *function, const char *path,
-                                         uint64_t saves, const ms_snapshot *snapshot) {
+                                         uint64_t saves, const ms_snapshot *snapshot,
+                                         ms_result result) {
     char beside[MSI_PATH_BYTES];
-    ms_sink sink;
+    ms_sink sink = MSI_ZERO_INIT;
+    const bool writes = m ? msi_writes_files(m) : snapshot->bytes > 0;
     const int length = path ? msi_write_text(beside, sizeof beside, "%s.tmp", path) : 0;
-    if (length <= 0 || length >= (int)sizeof beside) {
-        return m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
-                 : MS_RESULT_INVALID;
-    }
-    const bool is_open = msi_open_sink(beside, &sink) != NULL;
-    ms_result result = !is_open   ? MS_RESULT_FILE
-                       : snapshot ? msi_put_snapshot(snapshot, &sink)
-                                  : msi_save(m, function, &sink, saves, NULL);
+    const bool fits = length > 0 && length < (int)sizeof beside;
+    MSI_THEN(result,
+             fits || !writes ? MS_RESULT_OK
+             : m ? msi_fail(m, MS_RESULT_INVALID, "%s: the path is NULL or too long", function)
+                 : MS_RESULT_INVALID);
+    const bool is_open = writes && result == MS_RESULT_OK && msi_open_sink(beside, &sink) != NULL;
+    MSI_THEN(result, is_open || !writes ? MS_RESULT_OK : MS_RESULT_FILE);
+    result = m                        ? msi_save(m, function, &sink, saves, NULL, result)
+             : result == MS_RESULT_OK ? msi_put_snapshot(snapshot, &sink)
+                                      : result;
+    const bool all_have_saved = m && result == MS_RESULT_OK;
     const bool is_closed = is_open && msi_close_file(sink.user, true);
-    MSI_THEN(result, is_closed && msi_replace(beside, path) ? MS_RESULT_OK : MS_RESULT_FILE);
+    const bool is_done = result == MS_RESULT_OK && is_closed && msi_replace(beside, path);
+    MSI_THEN(result, is_done || !writes ? MS_RESULT_OK : MS_RESULT_FILE);
     if (is_open && result != MS_RESULT_OK) {
         msi_remove(beside);
     }
-    return m && result == MS_RESULT_FILE
-               ? msi_fail(
-                     m, MS_RESULT_FILE,
-                     "%s: \"%.300s\" could not be written (is the disk full, the folder there?); "
-                     "what was there before still is",
-                     function, path)
-               : result;
+    if (m && result == MS_RESULT_FILE) {
+        (void)msi_fail(m, MS_RESULT_FILE,
+                       "%s: \"%.300s\" could not be written (is the disk full, the folder there?); "
+                       "what was there before still is",
+                       function, path);
+    }
+    return all_have_saved ? msi_agree_on_result(m, function, result) : result;
 }
 
 static MSI_COLD ms_result msi_load_path(ms_model *m, const char *function, const char *path,
                                         const ms_load_options *options) {
-    ms_source source;
-    if (!path || !msi_open_source(path, &source)) {
-        return msi_fail(m, MS_RESULT_FILE, "%s: \"%.300s\" could not be opened", function,
-                        path ? path : "(NULL)");
+    ms_source source = MSI_ZERO_INIT;
+    void *file = path ? msi_open_source(path, &source) : NULL;
+    const ms_result opened = file
+                                 ? MS_RESULT_OK
+                                 : msi_fail(m, MS_RESULT_FILE, "%s: \"%.300s\" could not be opened",
+                                            function, path ? path : "(NULL)");
+    const ms_result result = msi_load_file(m, function, &source, options, opened);
+    if (file) {
+        (void)msi_close_file(file, false);
     }
-    const ms_result result = msi_load_file(m, function, &source, options);
-    (void)msi_close_file(source.user, false);
     return result;
 }
 
@@ -36321,7 +36429,7 @@ typedef struct msi_places {
     uint32_t keep;
     char path[MSI_PATH_BYTES];       // of one of them
     uint64_t saves[MSI_MOST_PLACES]; // numbers the saves; 0: none that is whole
-    bool was_there;                  // whatever it is
+    bool was_there;                  // whatever it is; saves and this are the same on all ranks
 } msi_places;
 
 static MSI_COLD const char *msi_path_of_place(msi_places *p, uint32_t place) {
@@ -36373,7 +36481,8 @@ static MSI_COLD ms_result msi_find_places(ms_model *m, const char *function,
                         "%s: the folder is NULL, empty or too long, or keep is above %d", function,
                         (int)MSI_MOST_PLACES);
     }
-    for (uint32_t k = 0; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
+    const uint32_t count = msi_writes_files(m) ? MSI_MOST_PLACES : 0; // the others are told
+    for (uint32_t k = 0; k < count && result == MS_RESULT_OK; k++) {
         (void)msi_path_of_place(p, k);
         result = msi_read_place(m, function, p, &p->saves[k]);
     }
@@ -36393,6 +36502,10 @@ static MSI_COLD uint32_t msi_choose_place(const msi_places *p, uint32_t count, b
 
 static MSI_COLD ms_result msi_next_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, msi_places *p, uint64_t *saves) {
+    if (!msi_writes_files(m)) {
+        memset(p, 0, sizeof *p);
+        return MS_RESULT_OK;
+    }
     const ms_result result = msi_find_places(m, function, in, p);
     if (result == MS_RESULT_OK) {
         *saves = p->saves[msi_choose_place(p, MSI_MOST_PLACES, true)] + 1;
@@ -36406,7 +36519,7 @@ static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
     msi_places p;
     uint64_t saves = 0;
     ms_result result = msi_next_place(m, function, in, &p, &saves);
-    MSI_THEN(result, msi_write_path(m, function, p.path, saves, NULL));
+    result = msi_write_path(m, function, p.path, saves, NULL, result);
     for (uint32_t k = p.keep; k < MSI_MOST_PLACES && result == MS_RESULT_OK; k++) {
         if (p.saves[k] > 0) {
             msi_remove(msi_path_of_place(&p, k)); // of an earlier run that kept more
@@ -36415,17 +36528,23 @@ static MSI_COLD ms_result msi_save_place(ms_model *m, const char *function,
     return result;
 }
 
-/* Loads the newest checkpoint that is whole. */
+/* Loads the newest checkpoint that is whole, for all ranks. */
 static MSI_COLD ms_result msi_load_place(ms_model *m, const char *function,
                                          const ms_checkpoints *in, const ms_load_options *options,
                                          bool *found) {
     msi_places p;
-    ms_result result = msi_find_places(m, function, in, &p), last = result;
+    ms_result result = msi_agree_on_result(m, function, msi_find_places(m, function, in, &p));
+    MSI_THEN(result, msi_is_alone(m) ? MS_RESULT_OK
+                                     : msi_broadcast_bytes(m, 0, p.saves,
+                                                           sizeof p - offsetof(msi_places, saves)));
+    ms_result last = result;
     for (uint32_t place = msi_choose_place(&p, MSI_MOST_PLACES, true);
          result == MS_RESULT_OK && p.saves[place] > 0;
          place = msi_choose_place(&p, MSI_MOST_PLACES, true)) {
+        m->ranks.told = MS_RESULT_OK;
         last = msi_load_path(m, function, msi_path_of_place(&p, place), options);
-        if (last != MS_RESULT_INVALID && last != MS_RESULT_FILE) {
+        const ms_result why = m->ranks.told != MS_RESULT_OK ? m->ranks.told : last;
+        if (why != MS_RESULT_INVALID && why != MS_RESULT_FILE) {
             *found = last == MS_RESULT_OK;
             return last;
         }
@@ -37554,35 +37673,43 @@ MEMSCALE_API ms_result ms_save_extra(ms_model *model, const char *name, void *da
 }
 
 MEMSCALE_API ms_result ms_save(ms_model *model, const ms_sink *sink) {
-    return sink && sink->write ? MSI_MADE(model, msi_save(model, __func__, sink, 0, NULL))
-                               : msi_fail_argument(model, __func__, "sink or its function is NULL");
+    ms_result result = msi_begin_file(model, __func__);
+    const bool lacks = result == MS_RESULT_OK && msi_writes_files(model) && !(sink && sink->write);
+    const ms_result own =
+        lacks ? msi_fail_argument(model, __func__, "sink or its function is NULL") : result;
+    return MSI_THEN(result, msi_save(model, __func__, sink, 0, NULL, own));
 }
 
 MEMSCALE_API ms_result ms_load(ms_model *model, const ms_source *source,
                                const ms_load_options *options) {
-    return source && source->read
-               ? MSI_MADE(model, msi_load_file(model, __func__, source, options))
-               : msi_fail_argument(model, __func__, "source or its function is NULL");
+    ms_result result = msi_begin_file(model, __func__);
+    const bool lacks = result == MS_RESULT_OK && !(source && source->read);
+    const ms_result own =
+        lacks ? msi_fail_argument(model, __func__, "source or its function is NULL") : result;
+    return MSI_THEN(result, msi_load_file(model, __func__, source, options, own));
 }
 
 MEMSCALE_API ms_result ms_save_file(ms_model *model, const char *path) {
-    return MSI_MADE(model, msi_write_path(model, __func__, path, 0, NULL));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_write_path(model, __func__, path, 0, NULL, result));
 }
 
 MEMSCALE_API ms_result ms_load_file(ms_model *model, const char *path,
                                     const ms_load_options *options) {
-    return MSI_MADE(model, msi_load_path(model, __func__, path, options));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_load_path(model, __func__, path, options));
 }
 
 MEMSCALE_API ms_result ms_save_checkpoint(ms_model *model, const ms_checkpoints *checkpoints) {
-    return MSI_MADE(model, msi_save_place(model, __func__, checkpoints));
+    ms_result result = msi_begin_file(model, __func__);
+    return MSI_THEN(result, msi_save_place(model, __func__, checkpoints));
 }
 
 MEMSCALE_API ms_result ms_load_checkpoint(ms_model *model, const ms_checkpoints *checkpoints,
                                           const ms_load_options *options, bool *found) {
     bool is_found = false;
-    const ms_result result =
-        MSI_MADE(model, msi_load_place(model, __func__, checkpoints, options, &is_found));
+    ms_result result = msi_begin_file(model, __func__);
+    MSI_THEN(result, msi_load_place(model, __func__, checkpoints, options, &is_found));
     if (found) {
         *found = is_found;
     }
@@ -37598,21 +37725,24 @@ MEMSCALE_API ms_result ms_save_begin(ms_model *model, const ms_checkpoints *chec
     }
     *snapshot = NULL;
     p.path[0] = 0;
-    ms_result result = msi_made(model);
-    MSI_THEN(result,
-             checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : result);
-    MSI_THEN(result, msi_save(model, __func__, NULL, saves, snapshot));
+    ms_result result = msi_begin_file(model, __func__);
+    ms_result own = result;
+    MSI_THEN(own, checkpoints ? msi_next_place(model, __func__, checkpoints, &p, &saves) : own);
+    MSI_THEN(result, msi_save(model, __func__, NULL, saves, snapshot, own));
     MSI_DO(result, memcpy((*snapshot)->path, p.path, strlen(p.path) + 1));
     return result;
 }
 
 MEMSCALE_API ms_result ms_snapshot_write(const ms_snapshot *snapshot, const ms_sink *sink) {
-    return snapshot && sink && sink->write ? msi_put_snapshot(snapshot, sink) : MS_RESULT_INVALID;
+    return snapshot && (snapshot->bytes == 0 || (sink && sink->write))
+               ? msi_put_snapshot(snapshot, sink)
+               : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API ms_result ms_snapshot_write_file(const ms_snapshot *snapshot, const char *path) {
     const char *to = path || !snapshot || !snapshot->path[0] ? path : snapshot->path;
-    return snapshot ? msi_write_path(NULL, __func__, to, 0, snapshot) : MS_RESULT_INVALID;
+    return snapshot ? msi_write_path(NULL, __func__, to, 0, snapshot, MS_RESULT_OK)
+                    : MS_RESULT_INVALID;
 }
 
 MEMSCALE_API void ms_snapshot_free(ms_snapshot *snapshot) {
