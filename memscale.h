@@ -31794,6 +31794,7 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
                                             "%s: a dry run plans but does not compute", function)
            : msi_is_suspended(m) ? msi_fail_suspended(m, function)
            : m->run.halt.halted != (uint32_t)MS_HALT_NONE ? msi_abandon(m, msi_report_halt(m))
+           : msi_flag_is_set(&m->ranks.is_broken)         ? msi_fail_ranks(m)
            : m->run.failed                                ? msi_fail(m, MS_RESULT_FAILED,
                                                                      "%s: an earlier step was cut short or its device failed; "
                                                                                                     "write params and optimizer state again, then call ms_wrap "

@@ -139,9 +139,10 @@ typedef struct rank {
     v_device late;
     v_layer late_layers[RD_LAYERS];
     faulty_layer layers[RD_LAYERS];
-    t_rng rng, clock_rng;
+    t_rng rng, clock_rng, update_rng;
     double clock_us;
-    uint64_t calls; // of callbacks
+    uint64_t calls; // of callbacks, of which some are updates:
+    uint64_t updates, some_update;
     uint64_t passes;
     const char *failed_in;
     uint32_t failed_layer;
@@ -258,6 +259,10 @@ static int faulty_update(const ms_update_args *args) {
     rank *r = (rank *)args->user;
     ms_update_args inner = *args;
     inner.user = &r->graph;
+    r->updates += 1;
+    if (t_chance(&r->update_rng, 1.0 / (double)r->updates)) { // any of them, as likely as others
+        r->some_update = r->calls + 1;
+    }
     return fails_now(r, "update", UINT32_MAX) ? RD_CALLBACK_ERROR : rd_update(&inner);
 }
 
@@ -645,6 +650,7 @@ static job *make_job(const rd_graph *g, uint64_t seed, bool late, fault which, u
         r->graph = *g;
         r->rng = t_seed(seed * MOST_RANKS + k);
         r->clock_rng = t_seed(seed * MOST_RANKS + k + 1);
+        r->update_rng = t_seed(seed * MOST_RANKS + k + 2);
         pthread_mutex_init(&r->lock, NULL);
     }
     return j;
@@ -813,7 +819,9 @@ static void test_steps_given_up(void **state) {
                                 : i == 4 ? FAULT_CANCELS
                                 : late   ? FAULT_CANCEL
                                          : FAULT_NAN;
-            job *j = make_job(g, seed, late, which, culprit, 1 + t_next(&rng) % calls);
+            const uint64_t update = i == 0 ? clean->rank[culprit].some_update : 0;
+            const uint64_t at = update > 0 ? update : 1 + t_next(&rng) % calls;
+            job *j = make_job(g, seed, late, which, culprit, at);
             run_job(j);
             check_alike(j);
             check_texts(j, &errors);
@@ -1123,8 +1131,224 @@ static void test_ranks_differ(void **state) {
                   longest);
 }
 
+// ------------------------------------------------------------------------------------------------
+// processes that are killed
+
+enum {
+    KILL_STEPS = 400,
+    KILL_AFTER = 3,
+    KILL_KEEP = 2,
+    SMALL_FLOATS = 2 * SMALL_COLS * SMALL_COLS
+};
+
+/* In memory that the processes share. */
+typedef struct kill_job {
+    tc_world world;
+    uint64_t seed;
+    char folder[64];
+    bool loads;       // the newest checkpoint; else first values
+    uint32_t steps;   // at most
+    double timeout_s; // of the comm
+    uint32_t started, loaded_step;
+    ms_result results[MOST_RANKS], then[MOST_RANKS];
+    double error_s[MOST_RANKS];
+    char texts[MOST_RANKS][300];
+    float seen[KILL_STEPS + 1][SMALL_FLOATS]; // by rank 0: params before each step
+    float ended[MOST_RANKS][SMALL_FLOATS];
+} kill_job;
+
+static ms_result see_small(small_net *n, float *to) {
+    const ms_result result = ms_read(n->model, n->first, to);
+    return result == MS_RESULT_OK ? ms_read(n->model, n->second, to + SMALL_COLS * SMALL_COLS)
+                                  : result;
+}
+
+static ms_result kill_step(uint32_t own, small_net *n, uint32_t step) {
+    float x[SMALL_ROWS * SMALL_COLS];
+    double loss, sum = 1.0;
+    ms_result result = MS_RESULT_OK;
+    for (uint32_t micro = 0; micro < 2 && result == MS_RESULT_OK; ++micro) {
+        t_rng rng = t_seed((step * 2 + micro) * MOST_RANKS + own);
+        t_fill(&rng, x, SMALL_ROWS * SMALL_COLS, 1.0f);
+        result = ms_write(n->model, n->x, x);
+        result = result == MS_RESULT_OK ? ms_step(n->model, &loss) : result;
+    }
+    if (result == MS_RESULT_OK && step % 5 == 3) {
+        result = ms_eval(n->model, &loss);
+    } else if (result == MS_RESULT_OK && step % 5 == 1) {
+        result = ms_sum_over_ranks(n->model, &sum, 1);
+    } else if (result == MS_RESULT_OK && step % 7 == 2) {
+        ms_set_tensor_technique(n->model, n->first, MS_TECHNIQUE_SHARDING,
+                                step % 2 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
+        result = ms_wrap(n->model);
+    }
+    return result;
+}
+
+static void *kill_work(uint32_t own, void *argument) {
+    kill_job *j = (kill_job *)argument;
+    ms_config c = t_config();
+    ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
+    const ms_checkpoints checkpoints = {j->folder, KILL_KEEP};
+    small_net n;
+    float weights[SMALL_COLS * SMALL_COLS];
+    uint32_t step = 0;
+    bool found = false;
+    (void)alarm(30); // a rank that hangs is killed, and so no error is found
+    memset(&n, 0, sizeof n);
+    c.comm = j->world.ranks[own].comm;
+    c.comm_timeout = j->timeout_s;
+    c.accumulation_steps = 2;
+    o.grad_clip_norm = 1.0f;
+    make_small(&n, &c, &o, j->seed % 2 ? ODD_SHARDS : ODD_COUNT);
+    __sync_fetch_and_add(&j->started, 1);
+    ms_result result = ms_wrap(n.model);
+    if (result == MS_RESULT_OK && j->loads) {
+        result = ms_load_checkpoint(n.model, &checkpoints, NULL, &found);
+        step = (uint32_t)n.model->run.step;
+    }
+    for (int k = 0; k < 2 && result == MS_RESULT_OK && !found; ++k) {
+        t_rng rng = t_seed((uint64_t)k + 5);
+        t_fill(&rng, weights, SMALL_COLS * SMALL_COLS, 0.5f);
+        result = ms_write(n.model, k ? n.second : n.first, weights);
+    }
+    j->loaded_step = found ? step : UINT32_MAX;
+    for (uint32_t k = 0; k < j->steps && result == MS_RESULT_OK; ++k, ++step) {
+        result = see_small(&n, j->ended[own]);
+        if (result == MS_RESULT_OK && own == 0 && step <= KILL_STEPS) {
+            memcpy(j->seen[step], j->ended[own], sizeof j->ended[own]);
+        }
+        if (result == MS_RESULT_OK && step % 2 == 1 && !j->loads) {
+            result = ms_save_checkpoint(n.model, &checkpoints);
+        }
+        result = result == MS_RESULT_OK ? kill_step(own, &n, step) : result;
+    }
+    result = result == MS_RESULT_OK ? see_small(&n, j->ended[own]) : result;
+    j->error_s[own] = now_s();
+    j->results[own] = result;
+    snprintf(j->texts[own], sizeof j->texts[own], "%s", ms_last_error(n.model));
+    j->then[own] = ms_step(n.model, NULL);
+    ms_destroy(n.model);
+    return NULL;
+}
+
+static kill_job *make_kill(uint64_t seed, uint32_t ranks, const char *folder) {
+    kill_job *j = (kill_job *)meeting_shared(sizeof *j);
+    assert_non_null(j);
+    tc_open(&j->world, ranks);
+    j->world.forks = true;
+    j->world.keeps_differences = true;
+    j->world.at->polls = true;
+    j->seed = seed;
+    j->timeout_s = 20.0;
+    snprintf(j->folder, sizeof j->folder, "%s", folder);
+    return j;
+}
+
+static void free_kill(kill_job *j) {
+    tc_close(&j->world);
+    munmap(j, sizeof *j);
+}
+
+/* The time from the kill to the error of the last of the others. */
+static double kill_one(kill_job *j, uint32_t victim, double after_s) {
+    pid_t children[MOST_RANKS];
+    double last_s = 0.0;
+    fflush(NULL);
+    for (uint32_t r = 0; r < j->world.count; ++r) {
+        children[r] = fork();
+        assert_true(children[r] >= 0);
+        if (children[r] == 0) {
+            kill_work(r, j);
+            _exit(0);
+        }
+    }
+    while (__sync_fetch_and_add(&j->started, 0) < j->world.count) {
+        sleep_s(1e-4);
+    }
+    sleep_s(after_s);
+    const double kill_s = now_s();
+    assert_int_equal(kill(children[victim], SIGKILL), 0);
+    for (uint32_t r = 0; r < j->world.count; ++r) {
+        int status = 1;
+        assert_true(waitpid(children[r], &status, 0) == children[r]);
+        if (r != victim && (status != 0 || j->results[r] != MS_RESULT_RANKS ||
+                            (j->then[r] != MS_RESULT_FAILED && j->then[r] != MS_RESULT_ORDER) ||
+                            strstr(j->texts[r], "rank") == NULL)) {
+            fail_msg(
+                "seed %llu: rank %u of %u, after rank %u was killed: status %d, %s: %s; then %s",
+                (unsigned long long)j->seed, r, j->world.count, victim, status,
+                ms_result_name(j->results[r]), j->texts[r], ms_result_name(j->then[r]));
+        }
+        last_s = r != victim && j->error_s[r] > last_s ? j->error_s[r] : last_s;
+    }
+    return last_s - kill_s;
+}
+
+/* From the newest checkpoint, with one rank less: twice with the same bits, and from params that the run
+   of all ranks had. Whether there is one. */
+static bool go_on(uint64_t seed, uint32_t ranks, const char *folder, const kill_job *whole) {
+    kill_job *runs[2];
+    for (int k = 0; k < 2; ++k) {
+        runs[k] = make_kill(seed, ranks, folder);
+        runs[k]->loads = true;
+        runs[k]->steps = KILL_AFTER;
+        assert_true(tc_run(&runs[k]->world, kill_work, runs[k]));
+        for (uint32_t r = 0; r < ranks; ++r) {
+            assert_int_equal(runs[k]->results[r], MS_RESULT_OK);
+            assert_memory_equal(runs[k]->ended[r], runs[0]->ended[0], sizeof runs[0]->ended[0]);
+        }
+    }
+    const uint32_t step = runs[0]->loaded_step;
+    if (step <= KILL_STEPS) {
+        assert_memory_equal(runs[0]->seen[step], whole->seen[step], sizeof whole->seen[0]);
+    }
+    free_kill(runs[0]);
+    free_kill(runs[1]);
+    return step <= KILL_STEPS;
+}
+
+static void test_killed(void **state) {
+    (void)state;
+    const uint32_t count = (uint32_t)t_sweep(6, 200);
+    double longest = 0.0;
+    uint32_t resumed = 0;
+    for (uint32_t k = 0; k < count; ++k) {
+        const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
+        t_rng rng = t_seed(seed + 424242);
+        const uint32_t ranks = 2 + (uint32_t)(seed % 3);
+        char folder[] = "/tmp/test_ranks_faults-XXXXXX", path[128];
+        assert_non_null(mkdtemp(folder));
+        kill_job *j = make_kill(seed, ranks, folder);
+        j->steps = UINT32_MAX;
+        j->timeout_s = 0.4;
+        j->world.keeps_aborts = seed % 4 == 1;
+        const double s = kill_one(j, t_below(&rng, ranks), 0.05 * t_unit(&rng));
+        longest = s > longest ? s : longest;
+        if (s > j->timeout_s + 1.0) {
+            fail_msg("seed %llu: %.2f s from the kill to the last error", (unsigned long long)seed,
+                     s);
+        }
+        resumed += go_on(seed, ranks - 1, folder, j);
+        free_kill(j);
+        for (int file = 0; file < KILL_KEEP; ++file) {
+            snprintf(path, sizeof path, "%s/checkpoint-%d.safetensors", folder, file);
+            remove(path);
+            snprintf(path, sizeof path, "%s/checkpoint-%d.safetensors.tmp", folder, file);
+            remove(path);
+        }
+        assert_int_equal(rmdir(folder), 0);
+    }
+    print_message("%u ranks were killed; the others had an error %.2f s later at most; %u times "
+                  "there was a checkpoint to go on from\n",
+                  count, longest, resumed);
+}
+
+extern void cmocka_set_test_filter(const char *pattern);
 int main(void) {
+    cmocka_set_test_filter(getenv("FILTER"));
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_killed), // the first: OpenMP has no threads yet
         cmocka_unit_test(test_steps_given_up),
         cmocka_unit_test(test_collectives_fail),
         cmocka_unit_test(test_ranks_differ),
