@@ -33712,8 +33712,14 @@ static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
             store = old;
         }
     }
-    MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    if (result != MS_RESULT_OK) {
+    bool is_adopted = false;
+    if (result == MS_RESULT_OK) {
+        result = msi_adopt_and_log(m, store, plans, goal);
+        is_adopted = result == MS_RESULT_OK;
+        result = msi_agree_on_result(m, "ms_wrap", result);
+        m->run.failed |= result != MS_RESULT_OK && m->ranks.count > 1; // plans differ now
+    }
+    if (!is_adopted) {
         msi_stay_with(m, &choice, &costs);
     }
     return result;
