@@ -27197,7 +27197,8 @@ static ms_result msi_vote_to_go(ms_model *m) {
 /* This rank has failed: the others learn that by the next vote. */
 static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why, uint32_t layer) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
-    m->ranks.gives_up = true;
+    m->ranks.gives_up = true; // collectives now send what the layers left out were to write
+    msi_asan_unpoison(&m->config.backend, msi_transient(&m->run), m->run.store->transient_bytes);
     m->ranks.why = why;
     memcpy(m->ranks.text, m->errors.text, sizeof m->ranks.text);
     state->gives_up = (uint32_t)why | (layer < (uint32_t)MSI_NAMED_LAYERS ? layer + 1 : 0)
@@ -31295,7 +31296,7 @@ static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, u
 
 static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->code.instructions.items[now];
-    const bool watch = msi_watches_memory(m);
+    const bool watch = msi_watches_memory(m) && !m->ranks.gives_up;
     ms_result result = MS_RESULT_OK;
     if (msi_is_empty(i) && !msi_is_issued((msi_op)i->op) && i->op != MSI_OP_WAIT) {
         return result;
