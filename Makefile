@@ -200,11 +200,13 @@ $(OUT)/%_cpp: %.c $(OUT)/flags
 	$(call say,$(CXX) $@) $(twin) $(on_object) $(depends) -o $(beside) $< -x none $(filter %.o,$^) $(LDFLAGS) $(libs) $(in_place)
 
 # Each holds the implementation; in the second what MPI cannot count in one call begins at 1,000 elements.
-mpi_programs := $(addprefix $(OUT)/tests/,mpi_comm mpi_comm_pieces)
+mpi_programs := $(addprefix $(OUT)/tests/,mpi_comm mpi_comm_pieces mpi_killed)
 $(OUT)/tests/mpi_comm_pieces: private CFLAGS += -DMSI_MPI_MOST=1000
-$(mpi_programs): tests/mpi_comm.c $(OUT)/flags
+$(OUT)/tests/mpi_comm $(OUT)/tests/mpi_comm_pieces: tests/mpi_comm.c
+$(OUT)/tests/mpi_killed: tests/mpi_killed.c
+$(mpi_programs): $(OUT)/flags
 	@mkdir -p $(@D)
-	$(call say,$(CC) $@) $(compile) $(depends) -o $(beside) $< $(LDFLAGS) $(libs) $(MPI) $(in_place)
+	$(call say,$(CC) $@) $(compile) $(depends) -o $(beside) $(filter %.c,$^) $(LDFLAGS) $(libs) $(MPI) $(in_place)
 
 # It has a job system of its own.
 engine = $(CXX) -std=c++11 $(filter-out -fopenmp -DMEMSCALE_CBLAS,$(common)) $(idioms) $(CFLAGS)

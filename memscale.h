@@ -25680,6 +25680,8 @@ static MSI_COLD uint64_t msi_hash_rates(const ms_optimizer_desc *o) {
     X("file of plans (ms_plan_load): some rank has none, or another",                              \
       m->loaded.model ? msi_hash_bytes(1, m->loaded.bytes.items, m->loaded.bytes.count) : 0)
 #define MSI_RANK_TENSOR_TERMS(X)                                                                   \
+    X("name of some tensor, or order of names",                                                    \
+      msi_hash_bytes(0, msi_name(&m->graph, t->name), strlen(msi_name(&m->graph, t->name))))       \
     X("set of forced and forbidden shards", t->least_sharding * 4u + t->most_less)                 \
     X("optimizer of some param: a rate or another number of its desc",                             \
       msi_mix_in(msi_hash_rates(msi_desc_of(&m->optimizers, t)),                                   \
@@ -27156,8 +27158,11 @@ static MSI_COLD ms_result msi_fail_halted(ms_model *m, const ms_step_state *stat
                     first.text);
 }
 
+/* After an error of the comm, the votes that the device has counted are not those of the ranks. */
 static ms_result msi_check_halt(ms_model *m, const ms_step_state *state, uint64_t step) {
-    return msi_is_error_halt(state) ? msi_fail_halted(m, state, step) : MS_RESULT_OK;
+    const bool halted = msi_is_error_halt(state);
+    const ms_result result = halted ? msi_check_ranks(m) : MS_RESULT_OK;
+    return halted && result == MS_RESULT_OK ? msi_fail_halted(m, state, step) : result;
 }
 
 /* Warns, once in a row of steps that overflow, that the loss scale cannot become smaller. */
@@ -27255,7 +27260,8 @@ static ms_result msi_vote_to_go(ms_model *m) {
 /* This rank has failed: the others learn that by the next vote. */
 static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why, uint32_t layer) {
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
-    m->ranks.gives_up = true;
+    m->ranks.gives_up = true; // collectives now send what the layers left out were to write
+    msi_asan_unpoison(&m->config.backend, msi_transient(&m->run), m->run.store->transient_bytes);
     m->ranks.why = why;
     memcpy(m->ranks.text, m->errors.text, sizeof m->ranks.text);
     state->gives_up = (uint32_t)why | (layer < (uint32_t)MSI_NAMED_LAYERS ? layer + 1 : 0)
@@ -31353,7 +31359,7 @@ static MSI_NOINLINE ms_result msi_run_layer(ms_model *m, const msi_program *p, u
 
 static MSI_NOINLINE ms_result msi_run_instruction(ms_model *m, const msi_program *p, uint32_t now) {
     const msi_instruction *i = &p->code.instructions.items[now];
-    const bool watch = msi_watches_memory(m);
+    const bool watch = msi_watches_memory(m) && !m->ranks.gives_up;
     ms_result result = MS_RESULT_OK;
     if (msi_is_empty(i) && !msi_is_issued((msi_op)i->op) && i->op != MSI_OP_WAIT) {
         return result;
@@ -31852,6 +31858,7 @@ static ms_result msi_check_ready(ms_model *m, const char *function) {
                                             "%s: a dry run plans but does not compute", function)
            : msi_is_suspended(m) ? msi_fail_suspended(m, function)
            : m->run.halt.halted != (uint32_t)MS_HALT_NONE ? msi_abandon(m, msi_report_halt(m))
+           : msi_flag_is_set(&m->ranks.is_broken)         ? msi_fail_ranks(m)
            : m->run.failed                                ? msi_fail(m, MS_RESULT_FAILED,
                                                                      "%s: an earlier step was cut short or its device failed; "
                                                                                                     "write params and optimizer state again, then call ms_wrap "
@@ -33769,8 +33776,14 @@ static ms_result msi_plan_anew(ms_model *m, msi_goal goal, bool keeps_memory) {
             store = old;
         }
     }
-    MSI_THEN(result, msi_adopt_and_log(m, store, plans, goal));
-    if (result != MS_RESULT_OK) {
+    bool is_adopted = false;
+    if (result == MS_RESULT_OK) {
+        result = msi_adopt_and_log(m, store, plans, goal);
+        is_adopted = result == MS_RESULT_OK;
+        result = msi_agree_on_result(m, "ms_wrap", result);
+        m->run.failed |= result != MS_RESULT_OK && m->ranks.count > 1; // plans differ now
+    }
+    if (!is_adopted) {
         msi_stay_with(m, &choice, &costs);
     }
     return result;

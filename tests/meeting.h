@@ -10,6 +10,7 @@
 #ifndef MEMSCALE_TEST_MEETING_H
 #define MEMSCALE_TEST_MEETING_H
 
+#include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -56,6 +57,7 @@ typedef struct meeting {
     uint32_t arrived, left;
     bool is_ready; // all have arrived, and not all have left
     bool is_aborted;
+    bool polls; // to be set where processes are killed: who waits for `changed` must not be
     tc_error outcome;
     meeting_call calls[MEETING_MOST_RANKS];
     uint64_t numbers[MEETING_MOST_RANKS]; // of the calls of each rank, from 1
@@ -96,6 +98,7 @@ static inline void meeting_open(meeting *m, uint32_t ranks) {
     memset(m, 0, sizeof *m);
     pthread_mutexattr_init(&of_lock);
     pthread_mutexattr_setpshared(&of_lock, PTHREAD_PROCESS_SHARED);
+    pthread_mutexattr_setrobust(&of_lock, PTHREAD_MUTEX_ROBUST);
     pthread_mutex_init(&m->lock, &of_lock);
     pthread_mutexattr_destroy(&of_lock);
     pthread_condattr_init(&of_change);
@@ -103,6 +106,13 @@ static inline void meeting_open(meeting *m, uint32_t ranks) {
     pthread_cond_init(&m->changed, &of_change);
     pthread_condattr_destroy(&of_change);
     m->count = ranks;
+}
+
+/* A process that is killed leaves what it has to others. */
+static inline void meeting_lock(meeting *m) {
+    if (pthread_mutex_lock(&m->lock) == EOWNERDEAD) {
+        pthread_mutex_consistent(&m->lock);
+    }
 }
 
 static inline const char *meeting_kind_name(tc_kind kind) {

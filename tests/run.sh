@@ -86,7 +86,15 @@ run_mpi() { # RANKS PROGRAM ARGUMENTS
     build $config "$program" || return 1
     ! mpirun --version 2>&1 | grep -q 'Open MPI' || may=--oversubscribe
     [ -z "$may" ] || [ "$(id -u)" -ne 0 ] || may="$may --allow-run-as-root"
-    timeout 120 mpirun $may -n "$ranks" "$program" "$@"
+    timeout 120 mpirun $may ${mpi_options-} -n "$ranks" "$program" "$@"
+}
+
+# With Open MPI, whose ranks may outlive another one.
+check_killed() { # killed OR asleep, HOW MANY RANKS END IN TIME
+    local log=$checks/mpi_$1
+    mpirun --version 2>&1 | grep -q 'Open MPI' || skip 'no Open MPI'
+    mpi_options=--enable-recovery run_mpi 3 build/quick/tests/mpi_killed "$1" 1 > "$log" 2>&1
+    [ "$(grep -c 'in time$' "$log")" = "$2" ] || { cat "$log"; return 1; }
 }
 
 run_corpus() { # PROGRAM FOLDER
@@ -702,7 +710,7 @@ check_transformers() {
 }
 
 export -f check_transformers
-export -f skip need build run_test run_threads run_corpus run_program run_test_with compile check_unplanned
+export -f skip need build run_test run_threads run_mpi check_killed run_corpus run_program run_test_with compile check_unplanned
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
 export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_half check_finetune check_lending check_ranks check_state check_page
@@ -755,10 +763,14 @@ check quick 'test_threads, thread sanitizer' 'run_threads build/thread/tests/tes
 check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thread/tests/test_threads 100'
 check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
+check broad 'test_ranks_faults, thread sanitizer' 'MEMSCALE_TEST_DAGS=8 run_threads build/thread/tests/test_ranks_faults'
+check broad 'test_ranks, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_ranks'
 check broad 'test_comm, thread sanitizer' 'run_threads build/thread/tests/test_comm'
 check quick 'mpi_comm, 2 ranks' 'run_mpi 2 build/quick/tests/mpi_comm serialized'
 check broad 'mpi_comm, 4 ranks' 'run_mpi 4 build/quick/tests/mpi_comm multiple'
 check broad 'mpi_comm, 3 ranks on the thread that calls' 'run_mpi 3 build/quick/tests/mpi_comm single'
+check quick 'a rank of MPI is killed' 'check_killed killed 2'
+check broad 'a rank of MPI sleeps' 'check_killed asleep 3'
 check broad 'mpi_comm, in pieces' 'run_mpi 3 build/quick/tests/mpi_comm_pieces serialized'
 check quick 'fuzz_api on tests/corpus, sanitizers' 'run_corpus build/sanitize/tests/fuzz_api tests/corpus'
 check quick 'fuzz_load on tests/corpus_load, sanitizers' 'run_corpus build/sanitize/tests/fuzz_load tests/corpus_load'

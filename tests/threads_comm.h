@@ -100,6 +100,16 @@ static inline struct timespec tc_after(double seconds) {
 
 /* false: the time is over. No limit where it is 0. */
 static inline bool tc_await(meeting *m, const struct timespec *until, double limit_s) {
+    if (m->polls) {
+        const struct timespec rest = {0, 100000};
+        struct timespec now;
+        pthread_mutex_unlock(&m->lock);
+        nanosleep(&rest, NULL);
+        meeting_lock(m);
+        clock_gettime(CLOCK_REALTIME, &now);
+        return limit_s <= 0.0 || now.tv_sec < until->tv_sec ||
+               (now.tv_sec == until->tv_sec && now.tv_nsec < until->tv_nsec);
+    }
     return limit_s <= 0.0 ? pthread_cond_wait(&m->changed, &m->lock) == 0
                           : pthread_cond_timedwait(&m->changed, &m->lock, until) == 0;
 }
@@ -130,7 +140,7 @@ static inline tc_error tc_meet(tc_rank *rank, const tc_noted *n) {
 static inline tc_error tc_perform(tc_rank *rank, const tc_noted *n) {
     meeting *m = rank->world->at;
     const size_t sent = meeting_sent(m, &n->call), received = meeting_received(m, &n->call);
-    pthread_mutex_lock(&m->lock);
+    meeting_lock(m);
     rank->calls += 1;
     rank->calls_of[n->call.kind] += 1;
     rank->bytes_of[n->call.kind] += sent > received ? sent : received;
@@ -181,7 +191,7 @@ static inline bool tc_takes(const tc_noted *n) {
 static inline tc_error tc_enter(tc_rank *rank, const char *call) {
     meeting *m = rank->world->at;
     tc_error error = TC_OK;
-    pthread_mutex_lock(&m->lock);
+    meeting_lock(m);
     if (rank->in_call || rank->error != TC_OK) {
         snprintf(m->difference, sizeof m->difference, "rank %u calls %s %s", rank->comm.rank, call,
                  rank->in_call ? "while it is in another call" : "after an error");
@@ -193,7 +203,7 @@ static inline tc_error tc_enter(tc_rank *rank, const char *call) {
 }
 
 static inline int tc_leave(tc_rank *rank, tc_error error) {
-    pthread_mutex_lock(&rank->world->at->lock);
+    meeting_lock(rank->world->at);
     rank->in_call = false;
     pthread_mutex_unlock(&rank->world->at->lock);
     return (int)error;
@@ -269,7 +279,7 @@ static inline int tc_group_end(void *user) {
 static inline void tc_abort(void *user) {
     tc_rank *rank = (tc_rank *)user;
     meeting *m = rank->world->at;
-    pthread_mutex_lock(&m->lock);
+    meeting_lock(m);
     rank->aborts += 1;
     rank->error = rank->error == TC_OK ? TC_ERROR_ABORTED : rank->error;
     m->is_aborted = m->is_aborted || !rank->world->keeps_aborts;

@@ -48,7 +48,7 @@ namespace {
 
 struct meeting_lock {
     explicit meeting_lock(meeting *with) : m(with) {
-        pthread_mutex_lock(&m->lock);
+        meeting_lock(m);
     }
     ~meeting_lock() {
         pthread_mutex_unlock(&m->lock);
