@@ -3991,6 +3991,12 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
 #include <cblas.h>
 #endif
 #ifdef MEMSCALE_MPI
+#ifndef OMPI_SKIP_MPICXX // bindings for C++, with a library of their own
+#define OMPI_SKIP_MPICXX 1
+#endif
+#ifndef MPICH_SKIP_MPICXX
+#define MPICH_SKIP_MPICXX 1
+#endif
 #include <mpi.h>
 #endif
 #ifdef MEMSCALE_NCCL

@@ -50,7 +50,10 @@ static const struct {
 static const struct {
     const char *name, *colour;
 } copies[MS_STREAM_COUNT] = {
-    {"", ""}, {"copy to the device", "#a3552f"}, {"copy to the host", "#7a5aa6"}};
+    {"", ""},
+    {"copy to the device", "#a3552f"},
+    {"copy to the host", "#7a5aa6"},
+    {"network", "#b08d2f"}};
 
 /* What is live at a moment, and what runs. */
 typedef struct column {

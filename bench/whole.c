@@ -171,7 +171,9 @@ static int run_step(plan *p, double *seconds) {
         return fail("%s: %s", p->name, ms_last_error(p->t.model));
     }
     *seconds = bench_seconds() - started;
-    advance(&p->p, &p->t.options);
+    if (advance(&p->t, &p->p) != 0) {
+        return 1;
+    }
     if (before) {
         p->resident_bytes +=
             bench_status_bytes("VmRSS") - before; // pages of the arena, on their first use

@@ -35,7 +35,7 @@ static inline void repeats_begin(repeats *r, const ms_model *m, msi_tensor_decis
 static inline void repeats_change(repeats *r, const ms_model *m, msi_tensor_decision *d) {
     const msi_graph *g = &m->graph;
     if (msi_early_fault(m) == NULL && t_chance(&r->rng, 0.05)) {
-        msi_place_updates(g, d, true, t_below(&r->rng, 4000));
+        msi_place_updates(g, d, true, false, t_below(&r->rng, 4000));
     }
     const uint32_t t = t_below(&r->rng, g->tensors.count);
     const uint8_t may = msi_may_choose(g, t);

@@ -712,7 +712,7 @@ check_transformers() {
 export -f check_transformers
 export -f skip need build run_test run_threads run_mpi check_killed run_corpus run_program run_test_with compile check_unplanned
 export -f done_for cell compile_nvcc cell_nvcc cell_cuda_object cell_cuda_tests check_cuda_refusal build_cuda
-export -f cell_library cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
+export -f cell_library cell_nccl cell_newest cell_elsewhere cell_msvc cell_mixed cell_cpp cell_sources check_robot check_resume check_safetensors check_dialect
 export -f implementation same check_exports check_static_exports imports check_cold macros check_figures check_half check_finetune check_lending check_ranks check_state check_page
 
 # ---- what is checked -----------------------------------------------------------------------------

@@ -67,7 +67,7 @@ static ms_result lower_again(ms_model *m, const msi_store *store, msi_plan *plan
         plan->decisions[t].update_after = MSI_NONE;
     }
     if (with->early_update) {
-        msi_place_updates(g, plan->decisions, true, with->update_lag_bytes);
+        msi_place_updates(g, plan->decisions, true, false, with->update_lag_bytes);
     }
     bool fine = msi_lowering_init(&w, g, store, &m->optimizers, a);
     if (fine) {

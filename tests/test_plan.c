@@ -1281,7 +1281,7 @@ static void updates_wait_for_the_lag(void **state) {
     scored_chain_open(&s, LAG_DEPTH, 4, LAG_COLS);
     for (size_t k = 0; k < sizeof lags / sizeof lags[0]; ++k) {
         const uint32_t waiting = (uint32_t)(lags[k] / LAG_BYTES);
-        msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, lags[k]);
+        msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, false, lags[k]);
         (void)msi_estimate(&s.scorer, s.plan->decisions);
         assert_false(msi_is_short(&s.scorer));
         for (uint32_t i = 0; i < LAG_DEPTH; ++i) { // product i is layer 2 i
@@ -1339,7 +1339,7 @@ static void greedy_is_close_to_the_best(void **state) {
     msi_greedy greedy;
     uint64_t best[GREEDY_DEPTH * 2 + 1], least = UINT64_MAX;
     scored_chain_open(&s, GREEDY_DEPTH / 2, 64, 8);
-    msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, 0);
+    msi_place_updates(&s.chain.model->graph, s.plan->decisions, true, false, 0);
     best_of_all_plans(&s.scorer, s.plan->decisions, &s.chain, best);
     search.scorer = &s.scorer;
     search.techniques = MSI_CHECKPOINTING;

@@ -2787,7 +2787,7 @@ static void delayed_updates_need_no_more_of_the_host(void **state) {
             const bool value = m->graph.tensors.items[t].kind != MSI_KIND_PARAM;
             d[t].moves = (uint8_t)(value ? msi_may_choose(&m->graph, t) & MSI_MOVES_VALUE : 0);
         }
-        msi_place_updates(&m->graph, d, true, 0);
+        msi_place_updates(&m->graph, d, true, false, 0);
         before = (msi_tensor_decision *)malloc(bytes);
         assert_non_null(before);
         memcpy(before, d, bytes);

@@ -1407,8 +1407,8 @@ static void conversions_in_pieces_change_nothing(void **state) {
     assert_int_equal(ms_create(&config, &m), MS_RESULT_OK);
     t_fill(&rng, values, LONG, 1.0f);
     for (int how = 0; how < 9; ++how) {
-        const msi_memory source = {from, NULL, formats[how / 3], true};
-        const msi_memory target = {NULL, to[0], formats[how % 3], true};
+        const msi_memory source = {from, NULL, formats[how / 3], true, 0};
+        const msi_memory target = {NULL, to[0], formats[how % 3], true, 0};
         if (how / 3 != how % 3) {
             msi_convert_on_host(from, source.format, values, MSI_FORMAT_F32, true, LONG);
             t_ok(m, msi_convert_state(m, &target, &source, true, LONG));

@@ -137,7 +137,7 @@ static void census_homes(census *c) {
                                     MSI_MOVES_ALL};
     const msi_graph *g = &c->model->graph;
     for (int early = 0; early < 2; ++early) {
-        msi_place_updates(g, c->base, early, 0);
+        msi_place_updates(g, c->base, early, false, 0);
         for (size_t k = 0; k < sizeof homes / sizeof homes[0]; ++k) {
             for (uint32_t t = 0; t < g->tensors.count; ++t) {
                 if (g->tensors.items[t].kind == MSI_KIND_PARAM) {
