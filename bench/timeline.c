@@ -49,11 +49,10 @@ static const struct {
 /* Copies, by stream; that of computing is not used. */
 static const struct {
     const char *name, *colour;
-} copies[MS_STREAM_COUNT] = {
-    {"", ""},
-    {"copy to the device", "#a3552f"},
-    {"copy to the host", "#7a5aa6"},
-    {"network", "#b08d2f"}};
+} copies[MS_STREAM_COUNT] = {{"", ""},
+                             {"copy to the device", "#a3552f"},
+                             {"copy to the host", "#7a5aa6"},
+                             {"network", "#b08d2f"}};
 
 /* What is live at a moment, and what runs. */
 typedef struct column {

@@ -34,7 +34,7 @@ static int copy_streams(const ms_backend *cpu) {
         return 1;
     }
     int status = copies_keep_their_order(cpu, state, memory);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < MSI_LINK_COUNT; i++) {
         status |= !((msi_cpu *)state)->streams[i].is_running;
     }
     cpu->close(state);
