@@ -125,13 +125,13 @@ typedef struct outcome {
 } outcome;
 
 typedef struct faulty_layer {
-    struct rank *rank;
+    struct one_rank *rank;
     uint32_t number;
     ms_layer_fn forward, backward, recompute, bind;
     void *user;
 } faulty_layer;
 
-typedef struct rank {
+typedef struct one_rank {
     struct job *job;
     uint32_t number;
     rd_graph graph;
@@ -154,20 +154,20 @@ typedef struct rank {
     pthread_mutex_t lock; // of is_open
     bool is_open;
     char failure[RD_TEXT];
-} rank;
+} one_rank;
 
 typedef struct job {
     uint32_t ranks, steps;
     uint64_t seed;
     bool shards, halves, late, replans;
-    fault fault;
+    fault which;
     uint32_t culprit;
     uint64_t at; // the call that fails
     bool keeps_aborts, on_calling_thread;
     double timeout_s;
     ms_config config;
     tc_world world;
-    rank rank[MOST_RANKS];
+    one_rank rank[MOST_RANKS];
 } job;
 
 static double now_s(void) {
@@ -186,7 +186,7 @@ static void sleep_s(double seconds) {
 // ------------------------------------------------------------------------------------------------
 // layers and updates that fail
 
-static bool fails_now(rank *r, const char *in, uint32_t layer) {
+static bool fails_now(one_rank *r, const char *in, uint32_t layer) {
     const job *j = r->job;
     r->calls += 1;
     if (r->number != j->culprit || r->calls != j->at) {
@@ -194,15 +194,15 @@ static bool fails_now(rank *r, const char *in, uint32_t layer) {
     }
     r->failed_in = in;
     r->failed_layer = layer;
-    if (j->fault == FAULT_CANCEL) {
+    if (j->which == FAULT_CANCEL) {
         ms_cancel(r->net->model);
     }
-    return j->fault == FAULT_CALLBACK;
+    return j->which == FAULT_CALLBACK;
 }
 
 static int call_layer(const ms_call *call, ms_layer_fn function, const char *in) {
     faulty_layer *l = (faulty_layer *)call->user;
-    rank *r = l->rank;
+    one_rank *r = l->rank;
     ms_call inner = *call;
     inner.user = l->user;
     if (fails_now(r, in, l->number)) {
@@ -212,7 +212,7 @@ static int call_layer(const ms_call *call, ms_layer_fn function, const char *in)
     const rd_layer *layer = &r->graph.layer[l->number];
     for (int k = 0; k < layer->count[RD_GROUP_OUT] && call->phase == MS_PHASE_FORWARD; ++k) {
         const bool is_loss = layer->slot[RD_GROUP_OUT][k] == r->graph.loss + 1;
-        if (is_loss && r->job->fault == FAULT_NAN && r->number == r->job->culprit &&
+        if (is_loss && r->job->which == FAULT_NAN && r->number == r->job->culprit &&
             r->calls >= r->job->at && r->failed_in == NULL && call->out[k].data != NULL) {
             r->failed_in = "loss";
             ((float *)call->out[k].data)[0] = NAN;
@@ -238,7 +238,7 @@ static int faulty_bind(const ms_call *call) {
 }
 
 static ms_layer_desc make_faulty(void *mover, uint32_t number, const ms_layer_desc *desc) {
-    rank *r = (rank *)mover;
+    one_rank *r = (one_rank *)mover;
     ms_layer_desc d = r->job->late ? v_wrap(desc, &r->late_layers[number]) : *desc;
     faulty_layer *l = &r->layers[number];
     l->rank = r;
@@ -257,7 +257,7 @@ static ms_layer_desc make_faulty(void *mover, uint32_t number, const ms_layer_de
 }
 
 static int faulty_update(const ms_update_args *args) {
-    rank *r = (rank *)args->user;
+    one_rank *r = (one_rank *)args->user;
     ms_update_args inner = *args;
     inner.user = &r->graph;
     r->updates += 1;
@@ -271,7 +271,7 @@ static int faulty_update(const ms_update_args *args) {
 // what a rank does: the same on all, except how it runs a step
 
 /* Notes the end of something that all ranks do. */
-static ms_result note(rank *r, const char *call, ms_result result) {
+static ms_result note(one_rank *r, const char *call, ms_result result) {
     const ms_model *m = r->net->model;
     if (r->outcome_count == MOST_OUTCOMES) {
         rd_fail(&r->net->run, "no end of %s", call);
@@ -288,13 +288,13 @@ static ms_result note(rank *r, const char *call, ms_result result) {
 }
 
 static double slice_clock(void *user) {
-    rank *r = (rank *)user;
+    one_rank *r = (one_rank *)user;
     r->clock_us += (double)t_below(&r->clock_rng, 8);
     return r->clock_us;
 }
 
 /* What is divided among ranks, what lies on the host, and when params are updated. */
-static void force(rank *r, uint64_t seed, bool moves) {
+static void force(one_rank *r, uint64_t seed, bool moves) {
     rd_net *n = r->net;
     const rd_graph *g = &r->graph;
     t_rng rng = t_seed(seed);
@@ -318,7 +318,7 @@ static void force(rank *r, uint64_t seed, bool moves) {
     }
 }
 
-static void make(rank *r, bool forced) {
+static void make(one_rank *r, bool forced) {
     job *j = r->job;
     ms_config config = j->config;
     config.comm = j->world.ranks[r->number].comm;
@@ -348,14 +348,14 @@ static void make(rank *r, bool forced) {
     }
 }
 
-static ms_result wrap(rank *r) {
+static ms_result wrap(one_rank *r) {
     make(r, r->job->shards);
-    const bool lacks = r->job->fault == FAULT_MEMORY && r->number == r->job->culprit;
+    const bool lacks = r->job->which == FAULT_MEMORY && r->number == r->job->culprit;
     r->first_alloc = r->heap.calls;
     r->heap.fail_at = lacks ? r->heap.calls + r->job->at : 0;
     ms_result result = ms_wrap(r->net->model);
     if (result == MS_RESULT_INVALID && r->job->shards &&
-        r->job->fault != FAULT_MEMORY) { // what cannot be forced
+        r->job->which != FAULT_MEMORY) { // what cannot be forced
         double one = 1.0;
         if (!r->net->model->ranks.error) {
             rd_net_destroy(r->net);
@@ -372,7 +372,7 @@ static ms_result wrap(rank *r) {
 }
 
 /* What changes from step to step, and the inputs of a micro-batch. */
-static ms_result feed(rank *r, uint32_t step, uint64_t round) {
+static ms_result feed(one_rank *r, uint32_t step, uint64_t round) {
     rd_net *n = r->net;
     rd_graph *g = &r->graph;
     uint64_t data[RD_ELEMENTS];
@@ -399,7 +399,7 @@ static void begin_pass(rd_net *n, uint32_t step, uint32_t micro) {
 }
 
 /* One micro-batch, at once, in slices, or in three calls. */
-static ms_result pass(rank *r, bool is_last, double *loss) {
+static ms_result pass(one_rank *r, bool is_last, double *loss) {
     ms_model *m = r->net->model;
     /* Ranks may call what they like, unless the device runs late: then an error is told at other times. */
     t_rng shared = t_seed(r->job->seed * 1000 + r->passes++);
@@ -426,7 +426,7 @@ static ms_result pass(rank *r, bool is_last, double *loss) {
     return result == MS_RESULT_OK ? settled : result;
 }
 
-static ms_result try_step(rank *r, uint32_t step, uint32_t micros) {
+static ms_result try_step(one_rank *r, uint32_t step, uint32_t micros) {
     const uint32_t all = r->graph.accumulation;
     ms_result result = MS_RESULT_OK;
     r->losses[step] = 0.0;
@@ -445,7 +445,7 @@ static ms_result try_step(rank *r, uint32_t step, uint32_t micros) {
     return note(r, "a step", result);
 }
 
-static ms_result try_eval(rank *r, uint32_t step) {
+static ms_result try_eval(one_rank *r, uint32_t step) {
     begin_pass(r->net, step, 0);
     ms_result result = feed(r, step, 1 + step * r->job->ranks + r->number);
     result = result == MS_RESULT_OK ? ms_eval(r->net->model, &r->evals[step]) : result;
@@ -453,12 +453,12 @@ static ms_result try_eval(rank *r, uint32_t step) {
 }
 
 static bool ends_by_error(const job *j) {
-    return j->fault >= FAULT_MEMORY;
+    return j->which >= FAULT_MEMORY;
 }
 
 /* Whether the params are those before; then the buffers are made so. A model that has failed gets all
    of them again. */
-static bool recover(rank *r, uint64_t step) {
+static bool recover(one_rank *r, uint64_t step) {
     rd_net *n = r->net;
     ms_result result = MS_RESULT_OK;
     if (n->model->run.failed) {
@@ -486,7 +486,7 @@ static bool recover(rank *r, uint64_t step) {
 }
 
 /* A step or an eval, again until it succeeds. false: it ends here. */
-static bool run_until_done(rank *r, uint32_t step, uint32_t micros, bool is_eval) {
+static bool run_until_done(one_rank *r, uint32_t step, uint32_t micros, bool is_eval) {
     const uint64_t count = r->net->model->run.step;
     ms_result result = see_all(&r->before, r->net);
     if (result != MS_RESULT_OK) {
@@ -506,7 +506,7 @@ static bool run_until_done(rank *r, uint32_t step, uint32_t micros, bool is_eval
 }
 
 /* Another plan, or the plain one. */
-static bool replan(rank *r, uint32_t step) {
+static bool replan(one_rank *r, uint32_t step) {
     rd_net *n = r->net;
     if (!r->job->replans || step == 0) {
         return true;
@@ -520,7 +520,7 @@ static bool replan(rank *r, uint32_t step) {
            (!ends_by_error(r->job) && rd_fail(&n->run, "%s", ms_last_error(n->model)));
 }
 
-static bool train(rank *r) {
+static bool train(one_rank *r) {
     const job *j = r->job;
     bool fine = rd_net_write(r->net, 0, false);
     for (uint32_t step = 0; step < j->steps && fine; ++step) {
@@ -548,7 +548,7 @@ static bool train(rank *r) {
 }
 
 /* A model whose ranks have been lost: all that needs them is an error, at once. */
-static void use_after(rank *r) {
+static void use_after(one_rank *r) {
     ms_model *m = r->net->model;
     double x = 1.0;
     const double begin_s = now_s();
@@ -580,7 +580,7 @@ static void use_after(rank *r) {
 
 static void *work(uint32_t number, void *argument) {
     job *j = (job *)argument;
-    rank *r = &j->rank[number];
+    one_rank *r = &j->rank[number];
     if (j->late) {
         v_open(&r->late, j->seed * MOST_RANKS + number);
     }
@@ -589,7 +589,7 @@ static void *work(uint32_t number, void *argument) {
         rd_fail(&r->net->run, "ms_wrap: %s", ms_last_error(r->net->model));
     }
     fine = fine && train(r);
-    if (ends_by_error(j) && j->fault != FAULT_MEMORY && !r->failure[0]) {
+    if (ends_by_error(j) && j->which != FAULT_MEMORY && !r->failure[0]) {
         use_after(r);
     }
     if (r->failure[0]) {
@@ -608,7 +608,7 @@ static void *work(uint32_t number, void *argument) {
 /* The thread that cancels. */
 static void *cancel(void *argument) {
     job *j = (job *)argument;
-    rank *r = &j->rank[j->culprit];
+    one_rank *r = &j->rank[j->culprit];
     t_rng rng = t_seed(j->seed ^ j->at);
     for (int k = 0; k < CANCELS; ++k) {
         sleep_s(1e-3 * t_unit(&rng));
@@ -635,7 +635,7 @@ static job *make_job(const rd_graph *g, uint64_t seed, bool late, fault which, u
     j->shards = seed % 8 != 5;
     j->halves = seed % 5 == 2;
     j->replans = seed % 3 == 1 && !j->halves;
-    j->fault = which;
+    j->which = which;
     j->culprit = culprit < MOST_RANKS ? culprit % j->ranks : culprit;
     j->at = at;
     j->timeout_s = ends_by_error(j) ? 0.2 : 20.0;
@@ -649,7 +649,7 @@ static job *make_job(const rd_graph *g, uint64_t seed, bool late, fault which, u
     j->config.force_optimize = seed % 4 == 3;
     j->config.debug = seed % 7 == 3;
     for (uint32_t k = 0; k < j->ranks; ++k) {
-        rank *r = &j->rank[k];
+        one_rank *r = &j->rank[k];
         r->job = j;
         r->number = k;
         r->graph = *g;
@@ -681,25 +681,25 @@ static void run_job(job *j) {
     j->world.keeps_differences = true;
     if (ends_by_error(j)) {
         tc_rank *r = &j->world.ranks[j->culprit];
-        r->fail_at = j->fault == FAULT_COLLECTIVE ? j->at : 0;
-        r->stall_at = j->fault == FAULT_STALL ? j->at : 0;
-        r->gone_at = j->fault == FAULT_GONE ? j->at : 0;
+        r->fail_at = j->which == FAULT_COLLECTIVE ? j->at : 0;
+        r->stall_at = j->which == FAULT_STALL ? j->at : 0;
+        r->gone_at = j->which == FAULT_GONE ? j->at : 0;
         r->stall_s = 2.5 * j->timeout_s;
     }
-    if (j->fault == FAULT_CANCELS) {
+    if (j->which == FAULT_CANCELS) {
         assert_int_equal(pthread_create(&canceller, NULL, cancel, j), 0);
     }
     const bool ended = tc_run(&j->world, work, j);
-    if (j->fault == FAULT_CANCELS) {
+    if (j->which == FAULT_CANCELS) {
         pthread_join(canceller, NULL);
     }
     uint32_t failures = !ended;
     for (uint32_t k = 0; k < j->ranks; ++k) {
-        const rank *r = &j->rank[k];
+        const one_rank *r = &j->rank[k];
         if (r->failure[0] || r->heap.live_count > 0 || r->heap.wrong_releases > 0) {
             print_error("seed %llu, %s (call %llu of rank %u), rank %u of %u: %s; %llu blocks of "
                         "memory are left\n",
-                        (unsigned long long)j->seed, fault_texts[j->fault],
+                        (unsigned long long)j->seed, fault_texts[j->which],
                         (unsigned long long)j->at, j->culprit, k, j->ranks, r->failure,
                         (unsigned long long)r->heap.live_count);
             failures += 1;
@@ -727,7 +727,7 @@ static void free_job(job *j) {
 
 static void check_alike(const job *j) {
     for (uint32_t r = 1; r < j->ranks; ++r) {
-        const rank *a = &j->rank[0], *b = &j->rank[r];
+        const one_rank *a = &j->rank[0], *b = &j->rank[r];
         for (uint32_t k = 0; k < a->outcome_count || k < b->outcome_count; ++k) {
             const outcome *x = &a->outcomes[k], *y = &b->outcomes[k];
             if (k >= a->outcome_count || k >= b->outcome_count || strcmp(x->call, y->call) != 0 ||
@@ -736,7 +736,7 @@ static void check_alike(const job *j) {
                 (x->result == MS_RESULT_CANCELLED) != (y->result == MS_RESULT_CANCELLED)) {
                 WRONG(j,
                       "seed %llu, %s (call %llu of rank %u): ranks 0 and %u differ in outcome %u",
-                      (unsigned long long)j->seed, fault_texts[j->fault], (unsigned long long)j->at,
+                      (unsigned long long)j->seed, fault_texts[j->which], (unsigned long long)j->at,
                       j->culprit, r, k);
             }
         }
@@ -745,7 +745,7 @@ static void check_alike(const job *j) {
 
 /* Errors name who is to blame. */
 static void check_texts(const job *j, uint64_t *errors) {
-    const rank *culprit = &j->rank[j->culprit];
+    const one_rank *culprit = &j->rank[j->culprit];
     char by[32], at[32];
     snprintf(by, sizeof by, "rank %u", j->culprit);
     snprintf(at, sizeof at, "layer%u", culprit->failed_layer);
@@ -756,16 +756,16 @@ static void check_texts(const job *j, uint64_t *errors) {
             const bool has_layer =
                 culprit->failed_in != NULL && culprit->failed_layer != UINT32_MAX;
             if (o->result == MS_RESULT_OK ||
-                (j->fault != FAULT_CALLBACK && j->fault != FAULT_CANCEL) ||
+                (j->which != FAULT_CALLBACK && j->which != FAULT_CANCEL) ||
                 strcmp(o->call, "ms_wrap again") == 0) {
                 continue;
             }
             *errors += 1;
-            const ms_result expected = j->fault == FAULT_CANCEL ? MS_RESULT_CANCELLED
+            const ms_result expected = j->which == FAULT_CANCEL ? MS_RESULT_CANCELLED
                                        : is_own                 ? MS_RESULT_CALLBACK
                                                                 : MS_RESULT_RANKS;
             if (o->result != expected || (!is_own && strstr(o->text, by) == NULL) ||
-                (j->fault == FAULT_CALLBACK && has_layer && strstr(o->text, at) == NULL)) {
+                (j->which == FAULT_CALLBACK && has_layer && strstr(o->text, at) == NULL)) {
                 WRONG(j, "seed %llu: rank %u, outcome %u does not name %s, %s (%s)",
                       (unsigned long long)j->seed, r, k, by, at, culprit->failed_in);
             }
@@ -783,7 +783,7 @@ static void check_bits(const job *j, const job *clean) {
             WRONG(j,
                   "seed %llu, %s (call %llu of rank %u, %s): rank %u: item %u of %u, or a loss, "
                   "differs from a run without the fault",
-                  (unsigned long long)j->seed, fault_texts[j->fault], (unsigned long long)j->at,
+                  (unsigned long long)j->seed, fault_texts[j->which], (unsigned long long)j->at,
                   j->culprit, j->rank[j->culprit].failed_in, r, other, a->count);
         }
     }
@@ -861,7 +861,7 @@ static double longest_s;
 static void check_lost(const job *j) {
     double first_s = 1e30, last_s = 0.0;
     for (uint32_t r = 0; r < j->ranks; ++r) {
-        const rank *of = &j->rank[r];
+        const one_rank *of = &j->rank[r];
         const outcome *o = of->outcome_count ? &of->outcomes[of->outcome_count - 1] : NULL;
         const tc_error error = j->world.ranks[r].error;
         const char *reason = tc_error_text((void *)(uintptr_t)&j->world.ranks[r], (int)error);
@@ -871,7 +871,7 @@ static void check_lost(const job *j) {
             WRONG(
                 j,
                 "seed %llu, %s (call %llu of rank %u of %u): rank %u has no error of its comm (%s)",
-                (unsigned long long)j->seed, fault_texts[j->fault], (unsigned long long)j->at,
+                (unsigned long long)j->seed, fault_texts[j->which], (unsigned long long)j->at,
                 j->culprit, j->ranks, r, reason ? reason : "none");
         }
         for (uint32_t k = 0; k + 1 < of->outcome_count; ++k) {
@@ -890,7 +890,7 @@ static void check_lost(const job *j) {
     }
 }
 
-static bool has_error(const rank *r, uint32_t k) {
+static bool has_error(const one_rank *r, uint32_t k) {
     return k < r->outcome_count && r->outcomes[k].result != MS_RESULT_OK;
 }
 

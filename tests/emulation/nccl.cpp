@@ -46,11 +46,11 @@ struct ncclComm {
 
 namespace {
 
-struct meeting_lock {
-    explicit meeting_lock(meeting *with) : m(with) {
-        meeting_lock(m);
+struct meeting_held {
+    explicit meeting_held(meeting *with) : m(with) {
+        ::meeting_lock(m);
     }
-    ~meeting_lock() {
+    ~meeting_held() {
         pthread_mutex_unlock(&m->lock);
     }
     meeting *const m;
@@ -77,7 +77,7 @@ bool can_bring(void *, void *arguments) {
     if (is_pointless(c->comm)) {
         return true;
     }
-    const meeting_lock lock(c->comm->at);
+    const meeting_held lock(c->comm->at);
     return meeting_is_free(lock.m) && !lock.m->has_come[c->comm->rank];
 }
 
@@ -86,7 +86,7 @@ void bring(void *, void *arguments) {
     if (!emulation_works() || c->comm->is_aborted) {
         return;
     }
-    const meeting_lock lock(c->comm->at);
+    const meeting_held lock(c->comm->at);
     if (meeting_arrive(lock.m, c->comm->rank, &c->call, memory_open(c->send))) {
         emulation_die("NCCL: a collective with more than %d bytes, or of a root that is not there",
                       MEETING_STAGE_BYTES);
@@ -99,7 +99,7 @@ bool can_fetch(void *, void *arguments) {
     if (is_pointless(c->comm)) {
         return true;
     }
-    const meeting_lock lock(c->comm->at);
+    const meeting_held lock(c->comm->at);
     return (!c->number || c->comm->present == c->number) && meeting_is_ready(lock.m, c->comm->rank);
 }
 
@@ -108,7 +108,7 @@ void fetch(void *, void *arguments) {
     if (!emulation_works() || c->comm->is_aborted) {
         return;
     }
-    const meeting_lock lock(c->comm->at);
+    const meeting_held lock(c->comm->at);
     if (meeting_take(lock.m, c->comm->rank, memory_open(c->send), memory_open(c->receive))) {
         emulation_die("NCCL: %s", lock.m->difference);
     }
@@ -142,7 +142,7 @@ ncclResult_t begin(ncclComm_t comm, const std::vector<called> &calls) {
 }
 
 bool is_ready(ncclComm_t comm) {
-    const meeting_lock lock(comm->at);
+    const meeting_held lock(comm->at);
     return lock.m->attached == comm->count;
 }
 
@@ -271,7 +271,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *made, int ranks, ncclUniqueId id
     comms.push_back(comm);
     *made = comm;
     {
-        const meeting_lock at_door(at);
+        const meeting_held at_door(at);
         at->count = at->attached ? at->count : comm->count;
         if (at->count != comm->count || at->attached == at->count) {
             return comm->error = ncclInvalidUsage;
