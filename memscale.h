@@ -60,7 +60,8 @@
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number unless it is told that it may: recomputation, early updates and
     offloading give the bits of the plain plan. By default the plans of modes CONSERVATIVE and
-    BALANCED use only these; those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
+    BALANCED use only these, and of several ranks BALANCED also divides params, which can change the
+    order of sums (RANKS); those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
     values, gradients and params to 16 bits in layers that accept that; and in layers that declare
     rows they may add up sums over rows tile by tile, which rounds them in another order.
 
