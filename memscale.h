@@ -1,4 +1,4 @@
-/*  memscale.h - v0.9.0 - train a bigger model on the device memory you already have. MIT licence.
+/*  memscale.h - v0.10.0 - train a bigger model on the device memory you already have. MIT licence.
 
     One header that any C or C++ trainer drops in. The trainer registers its tensors and its layers
     (a forward and a backward callback each) and names a byte budget. memscale.h then owns the
@@ -60,7 +60,8 @@
     It does not allocate during a step, print, abort, read the environment or keep global state.
     It does not change a number unless it is told that it may: recomputation, early updates and
     offloading give the bits of the plain plan. By default the plans of modes CONSERVATIVE and
-    BALANCED use only these; those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
+    BALANCED use only these, and of several ranks BALANCED also divides params, which can change the
+    order of sums (RANKS); those of mode AGGRESSIVE may also round optimizer state to 8 bits, and
     values, gradients and params to 16 bits in layers that accept that; and in layers that declare
     rows they may add up sums over rows tile by tile, which rounds them in another order.
 
@@ -187,6 +188,31 @@
     larger than steps (ms_set_eval_largest). A callback reads the sizes from its views; one that it
     keeps in user goes stale.
 
+    RANKS. Several processes, or threads, can train one model together, each with a model of its
+    own and batches of its own. Set ms_config.comm: by ms_comm_mpi, by ms_comm_nccl, or with
+    collectives of yours. A step of N ranks is that of one rank with N times as many micro-batches:
+    loss, norms and gradients are those of all ranks, and params stay equal bit for bit.
+
+    A plan may divide what belongs to a param: its state; its gradient too; or its value too, which
+    is then gathered before each use (the technique sharding, in modes BALANCED and AGGRESSIVE, or
+    where ms_config.sharding is ON). It is one plan, for the smallest budget of all ranks and the
+    speeds of rank 0. Activations are never divided, nor are params that are borrowed, kept on the
+    host by ms_set_on_host, or updated as a whole or by the trainer. Sums and gathers run beside the
+    arithmetic, on a stream of their own. With accumulation, dividing gradients changes the order of
+    sums, and so the last bits.
+
+    All ranks register the same graph, force the same, write the same params and call the same
+    functions in the same order, but may run a step at once, in slices or by its three functions.
+    ms_wrap compares graph, config and plan; votes in each step find ranks that run something else;
+    rates and factors that are set later are not compared. ms_read of what is divided is a
+    collective, too, and so not for callers on one rank, or between slices.
+
+    A rank on which a step fails takes part until all know: the step counts on none of them. The
+    others return RANKS, which names rank and layer. A rank that does not answer for comm_timeout
+    seconds is lost, and with it the models of all: start again from a checkpoint. Rank 0 writes
+    files, all read them, and any number of ranks can. ms_verify and ms_find_nonfinite are for one
+    rank. docs/ranks.md has more.
+
     NUMERICS. A recomputation runs the same callback on the same inputs with the same seed, so it
     gives the same bits wherever the callback is deterministic. Gradients are summed in one fixed
     order: first those that loss layers wrote in forward, then those of the layers, last to first;
@@ -199,7 +225,8 @@
     when, and what to do. Builds may differ from each other.
 
     STREAMS. On a CUDA device, all work of a step is enqueued on one stream, the model's own or
-    ms_config.stream; two more streams, ordered by events, carry the copies to and from the host.
+    ms_config.stream; two more streams, ordered by events, carry the copies to and from the host, and
+    one more the collectives of several ranks.
     Callbacks enqueue on ms_call.stream and wait for nothing; the model's device must be the current
     one, as for any launch. No step waits for the whole device; ms_wrap, ms_detach and ms_destroy
     do. ms_step waits for its loss, while backward still runs. The device itself ensures that a step
@@ -238,7 +265,8 @@
     of offloading run on up to two threads of the model's own, one for each direction: none unless a
     plan offloads, or restores state on the host after a recomputation. Each starts with the first
     copy and ends in ms_destroy. They call nothing but memcpy. Where none can be started, the thread
-    that called ms_step copies. Two more run while ms_hardware_report measures. With
+    that called ms_step copies. Two more run while ms_hardware_report measures. Of several ranks, one
+    more calls the functions of the comm, unless it is on_device or on_calling_thread. With
     ms_config.parallel there are none of these, and OpenMP is not used.
 
     LIMITS. The constants MS_LIMIT_...; fewer than 2^28 tensors; 2^58 bytes; a group of 32 layers and
@@ -271,6 +299,10 @@
     the trainer's own; frozen params of any dtype, offloading of buffers that no layer changes;
     models without a loss, larger evals; ms_want_gradient, ms_set_gradient_dtype,
     ms_set_gradient_factor, ms_set_paused, skip_above_norm; plans in files, MEMSCALE_NO_PLANNER.
+    0.10.0: several ranks, by MPI, NCCL or collectives of the trainer's own, with sharding of state,
+    gradients and params; ms_config.comm, ms_sum_over_ranks, ms_network_named, MS_RESULT_RANKS.
+    Changed: ms_backend, ms_hardware, ms_memory_report, ms_step_state and ms_config have more fields,
+    and files of plans another version.
 
   TABLE OF CONTENTS (search for the tag; where its section begins, it says what it is about)
     public          >>version >>results >>tensors >>backend >>descs >>reports >>functions >>cpp
@@ -301,7 +333,7 @@
 // >>version  and linkage
 
 #define MEMSCALE_VERSION_MAJOR 0
-#define MEMSCALE_VERSION_MINOR 9
+#define MEMSCALE_VERSION_MINOR 10
 #define MEMSCALE_VERSION_PATCH 0
 
 #ifdef __cplusplus
@@ -2080,7 +2112,8 @@ MEMSCALE_API_CHECKED ms_result ms_reshape(ms_model *model, const int64_t *sizes)
    Several ranks call the same functions; an error of one is RANKS for the others. Rank 0 writes: the others
    use no sink, path or folder, and have empty snapshots. Every rank reads the same file, in which nothing
    tells how many saved it; buffers and extras are those of rank 0. Saving inside a step of several
-   micro-batches is refused (ORDER). comm_timeout must exceed the time that a tensor takes on the disk.
+   micro-batches is refused (ORDER). comm_timeout must exceed the time that a tensor takes on the disk, and
+   the time after which, at the end, the disk has all of the file.
 
    ms_save_extra: memory of the trainer that is a part of the run, such as its position in the data.
    ms_save writes it and ms_load fills it, so it is named before either and stays until the model is
@@ -2159,7 +2192,9 @@ MEMSCALE_API bool ms_optimize_next(ms_model *model, int *turn);
    memory that can grow (malloc, or ms_allocator.resize), only the largest of these values exists
    twice. ms_read: the same (zeros, if it was never written) and accumulated gradients, at any time;
    also every value that is live where the last step stopped: the loss, outputs, and between
-   ms_backward and ms_update the gradients, in plans in F16 times the loss scale. Stream: both wait,
+   ms_backward and ms_update the gradients, in plans in F16 times the loss scale. Of several ranks, all
+   call ms_read of what is divided, and not between slices; docs/ranks.md says what gradients are then.
+   Stream: both wait,
    except ms_write to an input on the device, which is staged in pinned memory. Errors: INVALID,
    ORDER (not live; ms_write in a callback), DRY_RUN, OUT_OF_MEMORY, BACKEND. */
 MEMSCALE_API_CHECKED ms_result ms_write(ms_model *model, ms_tensor tensor, const void *data);
