@@ -32616,12 +32616,24 @@ static void msi_count_updates(ms_model *m) {
     }
 }
 
+/* Whether a gradient that accumulates whole on each of several ranks is not their sum: they have made
+   shards of that, or sum it in ms_update. */
+static bool msi_is_unsummed(const ms_model *m, const msi_resident *r) {
+    const msi_tensor_decision *d = &m->run.plan->decisions[r->tensor];
+    const bool is_under_way = m->run.progress != MSI_PROGRESS_NONE || m->run.micro > 0;
+    return m->ranks.count > 1 && m->run.store->micro_count > 1 && r->role == MSI_ROLE_GRADIENT &&
+           r->shard == 0 && msi_learns(&m->graph.tensors.items[r->tensor]) &&
+           (d->sharding != (uint8_t)MSI_SHARDS_NOTHING ||
+            (is_under_way && (d->moves & MSI_MOVES_GRADIENT)));
+}
+
 /* Where a value is that can be read now: that of a resident, or of a live range that spans the
    instruction where the program stopped. */
 static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, msi_role role) {
     const msi_resident *resident = msi_find_value(m->run.store, tensor, role);
     const msi_program *p = msi_owns_arena(m) ? m->run.program : NULL;
-    msi_format format = (msi_format)m->graph.tensors.items[tensor].format;
+    const msi_tensor *t = &m->graph.tensors.items[tensor];
+    msi_format format = (msi_format)t->format;
     void *staged = msi_staged_address(m, tensor, role, &format);
     msi_memory memory = {staged, staged, format, resident && resident->is_shown, 0};
     if (staged && resident && resident->format != format) { // the callback sees it rounded
@@ -32630,7 +32642,7 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
                                   NULL, resident->format, true, resident->shard};
         return saved;
     }
-    if (staged || resident) {
+    if (staged || (resident && !msi_is_unsummed(m, resident))) {
         return staged ? memory : msi_memory_of(resident);
     }
     for (uint32_t i = p ? m->run.store->residents.count : MSI_NONE; p && i < p->code.ranges.count;
@@ -32638,7 +32650,9 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
         const msi_range *range = &p->code.ranges.items[i];
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first >= m->run.begun_at && range->first < m->run.position &&
-            (range->last >= m->run.position || range->outlives)) {
+            (range->last >= m->run.position || range->outlives) &&
+            (!range->is_shard || msi_is_last_micro(&m->run))) {
+            memory.shard = range->is_shard ? msi_shard_size(m->run.store, t) : 0;
             memory.source = memory.target = msi_address(m, p, i);
             memory.format = (msi_format)range->format;
             memory.on_host = range->on_host;
@@ -32791,6 +32805,9 @@ static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_rol
                ? "it is there from ms_backward to the next step or eval"
            : role == MSI_ROLE_GRADIENT && tensor->kind != MSI_KIND_PARAM
                ? "ms_want_gradient keeps it, before ms_wrap"
+           : role == MSI_ROLE_GRADIENT && m->ranks.count > 1
+               ? "of several ranks their sum is there from the last ms_backward of a step to its "
+                 "update, or, where it accumulates on the host, after ms_update"
            : role == MSI_ROLE_GRADIENT
                ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                  "ms_update; MS_OPTIMIZER_NONE: to the next step)"
@@ -32904,6 +32921,9 @@ static ms_result msi_read_tensor(ms_model *m, uint32_t t, msi_role role, void *d
     if (!from.source) {
         return msi_fail(m, MS_RESULT_ORDER, "ms_read: the %s \"%s\" is not in memory now: %s",
                         msi_role_name(role), name, msi_read_cure(m, t, role));
+    }
+    if (from.shard > 0 && m->run.slices.is_open) { // ranks are at different places
+        return msi_fail_in_slices(m, "ms_read of what is divided among ranks");
     }
     ms_result result = from.on_host ? msi_synchronize(m) : MS_RESULT_OK; // a step may still write
     MSI_THEN(result, msi_copy_value(m, &to, &from, source, role, bytes));
@@ -33893,8 +33913,9 @@ static ms_result msi_plan_again(ms_model *m) {
     const msi_errors errors = m->errors;
     m->errors.tolerant = true;
     result = msi_plan_within(m, budget);
-    if (result == MS_RESULT_OUT_OF_MEMORY && msi_room_of(m->run.store) < budget) {
-        result = msi_plan_within(m, msi_room_of(m->run.store));
+    if (result == MS_RESULT_OUT_OF_MEMORY || // here, or on another rank
+        (result == MS_RESULT_RANKS && m->ranks.told == MS_RESULT_OUT_OF_MEMORY)) {
+        result = msi_plan_within(m, msi_smaller(budget, msi_room_of(m->run.store)));
     }
     m->errors.tolerant = false;
     if (result != MS_RESULT_OK) {
@@ -38045,6 +38066,9 @@ MEMSCALE_API ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32
         return msi_fail_argument(model, __func__, "an argument is NULL");
     }
     ms_result result = MSI_MADE(model, msi_check_called(model, __func__));
+    if (result == MS_RESULT_OK && model->run.slices.is_open && !msi_is_alone(model)) {
+        result = msi_fail_in_slices(model, __func__);
+    }
     MSI_THEN(result, msi_sum_over_ranks(model, values, count));
     return result;
 }
