@@ -12681,15 +12681,9 @@ static msi_resident *msi_add_resident(const ms_model *m, msi_store *store, uint3
     return resident;
 }
 
-/* What of a param is divided: what is at home on the host, is in whole on no rank; and a gradient that
-   is there between micro-batches is divided as they are. */
+/* What of a param is divided. */
 static msi_sharding msi_sharding_of(const msi_store *store, const msi_tensor_decision *d) {
-    return store->rank_count < 2 || d->sharding == MSI_SHARDS_NOTHING ? MSI_SHARDS_NOTHING
-           : d->moves & MSI_MOVES_VALUE                               ? MSI_SHARDS_VALUE
-           : (d->moves & MSI_MOVES_GRADIENT) && store->micro_count > 1 &&
-                   d->sharding == MSI_SHARDS_STATE
-               ? MSI_SHARDS_GRADIENT
-               : (msi_sharding)d->sharding;
+    return store->rank_count < 2 ? MSI_SHARDS_NOTHING : (msi_sharding)d->sharding;
 }
 
 /* The least sharding that divides what has a role. */
@@ -12697,6 +12691,13 @@ static msi_sharding msi_sharding_for(msi_role role) {
     return role == MSI_ROLE_VALUE      ? MSI_SHARDS_VALUE
            : role == MSI_ROLE_GRADIENT ? MSI_SHARDS_GRADIENT
                                        : MSI_SHARDS_STATE;
+}
+
+/* The role of what moves; of state, the first. */
+static msi_role msi_first_moved(uint32_t move) {
+    return move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
+           : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
+                                        : MSI_ROLE_STATE0;
 }
 
 /* Elements of each rank's shard of a param. Together they may be a few more than there are. */
@@ -12924,7 +12925,8 @@ typedef struct msi_update_operand {
 typedef struct msi_param_update {
     uint32_t param, parts, count;
     msi_update_operand operands[4 + MS_LIMIT_OPTIMIZER_STATE];
-    bool moves; // an operand is copied
+    bool moves;     // an operand is copied
+    uint32_t whole; // the home of a value of which this rank updates a shard, or MSI_NONE
 } msi_param_update;
 
 /* Where values are at this point of the program: live ranges, or MSI_NONE. One array, in this order. */
@@ -13243,6 +13245,12 @@ static uint32_t msi_new_range(msi_lowering *w, uint32_t target, msi_role role, u
 static msi_sharding msi_sharding_at(const msi_lowering *w, uint32_t t) {
     return w->store->rank_count < 2 ? MSI_SHARDS_NOTHING
                                     : msi_sharding_of(w->store, msi_decided(w, t));
+}
+
+/* Whether each rank updates a shard of a value of which it needs the whole. */
+static bool msi_shares_value(const msi_lowering *w, uint32_t param) {
+    const msi_sharding sharding = msi_sharding_at(w, param);
+    return sharding == MSI_SHARDS_STATE || sharding == MSI_SHARDS_GRADIENT;
 }
 
 /* Bytes of all shards of a param. */
@@ -14257,6 +14265,8 @@ static uint32_t msi_fetch_home(msi_lowering *w, uint32_t home, uint32_t before, 
     const msi_part some = msi_part_of(elements, part, part_count);
     const uint64_t bytes = part_count > 1 || role >= MSI_ROLE_STATE0 || is_shard
                                ? msi_part_bytes(format, some).count
+                           : role == MSI_ROLE_VALUE && msi_shares_value(w, t)
+                               ? msi_padded_bytes(w->store, tensor, format)
                                : msi_value_bytes(tensor, format);
     if (before == MSI_NONE) {
         msi_emit(w, MSI_OP_COPY, t);
@@ -14763,26 +14773,10 @@ static void msi_lower_accumulation(msi_lowering *w, uint32_t t, uint32_t shard) 
     msi_set_now(w, w->now.gradient_away, t, at_home ? sum : MSI_NONE);
 }
 
-/* What ranks do with a gradient that is complete: each has the sum over all afterwards, whole or the
-   shard that it updates. One that accumulates whole leaves in the last micro-batch; from its home on
-   the host later still, see msi_lower_norm. */
-static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
-    const uint32_t gradient = msi_now(w, w->now.gradient, t);
-    const bool accumulates = w->store->micro_count > 1;
-    const msi_sharding sharding = msi_sharding_at(w, t);
-    if (w->store->rank_count < 2 || gradient == MSI_NONE || w->program->out_of_memory) {
-        return;
-    }
-    if (sharding == MSI_SHARDS_NOTHING) {
-        if (!accumulates || !msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
-            msi_emit_reduce(w, t, gradient);
-            msi_last(w)->is_last = accumulates;
-        }
-        return;
-    }
+/* The shard of the sum of a whole gradient over all ranks takes its place. */
+static void msi_emit_scatter(msi_lowering *w, uint32_t t, uint32_t gradient) {
     const msi_format format = msi_format_at(w, gradient);
     msi_emit(w, MSI_OP_SCATTER, t);
-    msi_last(w)->is_last = accumulates && sharding == MSI_SHARDS_STATE;
     const uint32_t shard = msi_new_range(
         w, t, MSI_ROLE_GRADIENT,
         msi_format_bytes(format, msi_shard_size(w->store, &w->graph->tensors.items[t])));
@@ -14793,7 +14787,25 @@ static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
     msi_use_both(w, shard, false, gradient);
     msi_set_now(w, w->now.gradient, t, shard);
     msi_set_now(w, w->now.gradient_away, t, MSI_NONE); // it had the whole gradient
-    if (accumulates && sharding > MSI_SHARDS_STATE) {
+}
+
+/* What ranks do with a gradient that is complete: each has the sum over all afterwards, whole or the
+   shard that it updates. One that accumulates whole leaves in the last micro-batch; of its shards of the
+   sum its home on the host knows nothing. */
+static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
+    const uint32_t gradient = msi_now(w, w->now.gradient, t);
+    const bool accumulates = w->store->micro_count > 1;
+    const msi_sharding sharding = msi_sharding_at(w, t);
+    if (w->store->rank_count < 2 || gradient == MSI_NONE || w->program->out_of_memory) {
+        return;
+    }
+    if (accumulates && sharding == MSI_SHARDS_STATE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+        msi_send(w, t, MSI_ROLE_GRADIENT);
+    }
+    (sharding == MSI_SHARDS_NOTHING ? msi_emit_reduce : msi_emit_scatter)(w, t, gradient);
+    if (sharding <= MSI_SHARDS_STATE) {
+        msi_last(w)->is_last = accumulates;
+    } else if (accumulates) {
         w->queue.params[w->queue.end++] = t;
         w->queue.bytes += w->graph->tensors.items[t].bytes;
     }
@@ -14814,31 +14826,11 @@ static void msi_lower_accumulations(msi_lowering *w, bool ends) {
     }
 }
 
-/* Sums over all ranks of whole gradients that accumulate at home on the host. */
-static void msi_lower_late_reductions(msi_lowering *w) {
-    for (uint32_t t = 0; t < w->graph->tensors.count && w->store->rank_count > 1 &&
-                         w->store->micro_count > 1 && !w->program->out_of_memory;
-         t++) {
-        if (msi_learns(&w->graph->tensors.items[t]) &&
-            msi_sharding_at(w, t) == MSI_SHARDS_NOTHING &&
-            msi_now(w, w->now.gradient_away, t) != MSI_NONE) {
-            msi_fetch(w, t, MSI_ROLE_GRADIENT);
-            msi_emit(w, MSI_OP_NOTHING,
-                     t); // what is computed waits for the copy, and so does the sum
-            msi_use(w, msi_now(w, w->now.gradient, t), false);
-            msi_emit_reduce(w, t, msi_now(w, w->now.gradient, t));
-            msi_send(w, t, MSI_ROLE_GRADIENT);
-            msi_set_now(w, w->now.gradient, t, MSI_NONE);
-        }
-    }
-}
-
 /* Computes the norm of all gradients, for clipping and for the loss scale. Each of several ranks sums
    the squares of its shard, also of a gradient that it has whole. */
 static void msi_lower_norm(msi_lowering *w) {
     const msi_graph *g = w->graph;
     msi_program *p = w->program;
-    msi_lower_late_reductions(w);
     if (w->keeps_gradients || (!msi_takes_norm(w->optimizers) && !w->scales_loss)) {
         return;
     }
@@ -14926,6 +14918,13 @@ static void msi_list_update(const msi_lowering *w, uint32_t param, msi_param_upd
     u->moves = false;
     for (uint32_t k = 0; k < count; k++) {
         u->moves |= list[k].home != MSI_NONE;
+    }
+    u->whole = MSI_NONE;
+    if (msi_shares_value(w, param) && msi_is_moved(w, param, MSI_ROLE_VALUE)) {
+        u->whole = store->resident_of[param];
+        list[0].range = homes[0] == u->whole ? now[0] : MSI_NONE;
+        list[0].home = MSI_NONE;
+        list[0].is_fetched = false;
     }
     u->parts = u->moves || msi_decided(w, param)->splits ? msi_update_parts(w, param) : 1;
 }
@@ -15016,18 +15015,31 @@ static void msi_lower_update_part(msi_lowering *w, uint32_t part, uint32_t parts
 /* Emits the updates at hand. */
 static MSI_NOINLINE void msi_lower_gathered(msi_lowering *w) {
     const uint32_t parts = w->queue.update_count > 0 ? w->queue.updates[0].parts : 0;
+    for (uint32_t n = 0; n < w->queue.update_count && !w->program->out_of_memory; n++) {
+        msi_param_update *u = &w->queue.updates[n];
+        if (u->whole != MSI_NONE && u->operands[0].range == MSI_NONE) {
+            u->operands[0].range = msi_fetch_home(w, u->whole, MSI_NONE, 0, 0);
+            msi_last(w)->shards =
+                (uint16_t)w->store->rank_count; // the others come from other ranks
+        }
+    }
     for (uint32_t part = 0; part < parts && !w->program->out_of_memory; part++) {
         msi_lower_update_part(w, part, parts);
     }
     uint32_t shared = 0; // of whole values, each of which has a shard that is new
     for (uint32_t n = 0; n < w->queue.update_count && !w->program->out_of_memory; n++) {
         const msi_param_update *u = &w->queue.updates[n];
-        const msi_sharding sharding = msi_sharding_at(w, u->param);
-        if (sharding != MSI_SHARDS_NOTHING && sharding != MSI_SHARDS_VALUE) {
+        if (msi_shares_value(w, u->param)) {
             if (shared++ == 0) {
                 msi_emit(w, MSI_OP_SHARE, u->param);
             }
             msi_use_both(w, u->operands[0].range, false, u->operands[0].range);
+        }
+    }
+    for (uint32_t n = 0; n < w->queue.update_count && !w->program->out_of_memory; n++) {
+        const msi_param_update *u = &w->queue.updates[n];
+        if (u->whole != MSI_NONE) {
+            msi_send_home(w, u->whole, u->operands[0].range, MSI_NONE, 0, 0);
         }
     }
     w->queue.update_count = 0;
@@ -15283,7 +15295,7 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         for (MSI_EACH(param, w->graph, l, MSI_GROUP_PARAM)) { // what no update has used up
             const bool is_there = msi_now(w, w->now.gradient, param.tensor) != MSI_NONE;
             const bool adds_up =
-                w->store->micro_count > 1 && msi_sharding_at(w, param.tensor) > MSI_SHARDS_STATE;
+                w->store->micro_count > 1 && msi_sharding_at(w, param.tensor) != MSI_SHARDS_NOTHING;
             if (is_there && msi_is_moved(w, param.tensor, MSI_ROLE_GRADIENT) && !adds_up) {
                 msi_send(w, param.tensor, MSI_ROLE_GRADIENT);
                 msi_set_now(w, w->now.gradient, param.tensor, MSI_NONE);
@@ -15907,6 +15919,13 @@ static bool msi_is_in(const msi_transfer *t) {
     return msi_engines[t->engine].fetches;
 }
 
+/* Whether what two engines move takes time of each other. */
+static bool msi_contend(const msi_costs *c, msi_engine a, msi_engine b) {
+    const bool is_shared = c->rank_count > 1 && c->hardware.network_is_link;
+    return a != b && (msi_engines[a].stream == msi_engines[b].stream ||
+                      (is_shared && msi_engines[a].is_network != msi_engines[b].is_network));
+}
+
 /* Gives copies from and to the host the ops of their directions. Whether any are issued. Copies of
    what callbacks use on the host are no transfers: they follow what is computed before them, stay
    where lowering has put them, and are awaited at once. */
@@ -16122,7 +16141,7 @@ static bool msi_keep_landed(msi_scheduling *s, uint32_t earlier, const msi_trans
     const msi_range *range = earlier == MSI_NONE ? NULL : &s->program->code.ranges.items[earlier];
     const uint32_t end = range ? msi_live_end(s, range) : 0;
     const msi_instruction *i = &s->program->code.instructions.items[t->instruction];
-    const bool is_whole = msi_is_in(t) && i->part_count == 0 && i->rows.of == 0;
+    const bool is_whole = msi_is_in(t) && i->part_count == 0 && i->shards == 0 && i->rows.of == 0;
     return range && range->part == 0 && !range->is_tile && is_whole &&
            t->needed < end + MSI_LONGEST_GAP && !(end <= s->barrier && t->needed >= s->barrier) &&
            msi_hold(s, end, t->needed, msi_align(range->bytes)) == MSI_NONE;
@@ -16173,23 +16192,27 @@ static void msi_leave_out(msi_scheduling *s) {
 }
 
 /* When each copy in should begin: in time to be done when it is needed, and before the next copy of
-   its engine begins; and so much earlier as the stream is busy with copies out before that. Goes from
-   the last copy to the first. */
+   its engine begins; and so much earlier as the stream, or the link, is busy with others before that.
+   Goes from the last copy to the first. */
 static void msi_find_starts(msi_scheduling *s) {
-    double next_us[MSI_ENGINE_COUNT], busy_us[MS_STREAM_COUNT] = {0.0};
+    double next_us[MSI_ENGINE_COUNT], busy_us[MSI_ENGINE_COUNT] = {0.0};
     for (int engine = 0; engine < MSI_ENGINE_COUNT; engine++) {
         next_us[engine] = 1e300;
     }
     for (uint32_t k = s->transfer_count; k-- > 0;) {
         msi_transfer *t = &s->transfers[k];
-        double *busy = &busy_us[msi_engines[t->engine].stream];
-        if (msi_is_in(t) && !t->is_left_out) {
+        if (t->is_left_out) {
+            continue;
+        }
+        if (msi_is_in(t)) {
             const double needed_us = s->begin_us[t->needed], before_us = next_us[t->engine];
-            t->start_us = (needed_us < before_us ? needed_us : before_us) - t->us - *busy;
+            t->start_us =
+                (needed_us < before_us ? needed_us : before_us) - t->us - busy_us[t->engine];
             next_us[t->engine] = t->start_us;
-            *busy = 0.0;
-        } else if (!msi_is_in(t)) {
-            *busy += t->us;
+            busy_us[t->engine] = 0.0;
+        }
+        for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
+            busy_us[engine] += msi_contend(s->costs, t->engine, (msi_engine)engine) ? t->us : 0.0;
         }
     }
 }
@@ -16253,6 +16276,9 @@ static void msi_begin_copy(msi_placing *w, msi_queue *q) {
     for (int engine = MSI_FIRST_ISSUED; engine < MSI_ENGINE_COUNT; engine++) {
         if (msi_engines[engine].stream == msi_engines[t->engine].stream) {
             w->queues[engine].free_us = t->done_us;
+        } else if (msi_contend(w->s->costs, t->engine, (msi_engine)engine)) {
+            double *free_us = &w->queues[engine].free_us;
+            *free_us = (w->us > *free_us ? w->us : *free_us) + t->us;
         }
     }
     q->next = t->next;
@@ -18114,6 +18140,8 @@ typedef struct msi_clock {
     const msi_costs *costs;
     const msi_program *program;
     double free_us[MS_STREAM_COUNT]; // when all that is enqueued there is done
+    double done_us[MS_STREAM_COUNT]; // when the last instruction there is done
+    double copying_us;               // until when copies have taken time of the network
     double *event_us;                // of the program: when the copy before an event is done
     double stall_us;
     double mapped_us; // of the last update: how much longer it took by state on the host
@@ -18190,14 +18218,22 @@ static void msi_clock_share(msi_clock *c, const msi_instruction *i) {
     }
 }
 
-/* Where ranks exchange through the host, collectives and copies have less of the link each. */
+/* Where ranks exchange through the host, collectives and copies have less of the link each. What is
+   exchanged goes in both directions: it is delayed once by copies that go in both at the same time. */
 static void msi_clock_divide(msi_clock *c, msi_engine engine, double start_us, double us) {
-    for (int k = MSI_FIRST_ISSUED; k < MSI_ENGINE_COUNT; k++) {
-        const bool other = msi_engines[k].is_network != msi_engines[engine].is_network;
-        if (c->costs->hardware.network_is_link && c->costs->rank_count > 1 && other &&
-            k != (int)MSI_ENGINE_REDUCE && engine != MSI_ENGINE_COMPUTE) {
-            msi_enqueue(c, (msi_engine)k, start_us, us);
-        }
+    const double end_us = start_us + us;
+    if (!c->costs->hardware.network_is_link || c->costs->rank_count < 2) {
+        return;
+    }
+    const double now_us = c->free_us[MS_STREAM_COMPUTE];
+    const double from_now_us = start_us < now_us ? start_us : now_us; // others need not wait for it
+    if (msi_engines[engine].is_network) {
+        msi_enqueue(c, MSI_ENGINE_TO_DEVICE, from_now_us, us);
+        msi_enqueue(c, MSI_ENGINE_TO_HOST, from_now_us, us);
+    } else if (msi_engines[engine].is_link && end_us > c->copying_us) {
+        const double from_us = start_us > c->copying_us ? start_us : c->copying_us;
+        msi_enqueue(c, MSI_ENGINE_GATHER, from_now_us, end_us - from_us);
+        c->copying_us = end_us;
     }
 }
 
@@ -18209,12 +18245,13 @@ static double msi_clock_run(msi_clock *c, uint32_t now, double us) {
                             : i->follows         ? c->free_us[MS_STREAM_COMPUTE]
                                                  : 0.0;
     const double start_us = msi_enqueue(c, engine, ready_us, us);
+    c->done_us[msi_engines[engine].stream] = c->free_us[msi_engines[engine].stream];
     msi_clock_divide(c, engine, start_us, us);
     if (i->op == MSI_OP_UPDATE) {
         msi_clock_share(c, i);
     }
     if (i->op != MSI_OP_WAIT && i->event != MSI_NO_EVENT) {
-        c->event_us[i->event] = c->free_us[msi_engines[engine].stream];
+        c->event_us[i->event] = c->done_us[msi_engines[engine].stream];
     }
     if (now + 1 == c->program->code.forward_end) {
         msi_clock_judge(c);
@@ -18253,6 +18290,13 @@ static msi_times msi_sum_step(const msi_times *micro, const msi_times *last, uin
     return step;
 }
 
+/* A collective that only the last micro-batch runs: it does not wait for copies that share its link. */
+static void msi_clock_skip(msi_clock *c, const msi_instruction *i) {
+    if (i->op != MSI_OP_WAIT && i->event != MSI_NO_EVENT) {
+        c->event_us[i->event] = c->done_us[msi_engines[msi_ops[i->op].engine].stream];
+    }
+}
+
 /* Times instructions from number `now` to before `end`; what only the last micro-batch runs takes no
    time unless that is_last. */
 static void msi_time_part(msi_clock *c, msi_program *p, uint32_t now, uint32_t end, bool is_last) {
@@ -18261,7 +18305,11 @@ static void msi_time_part(msi_clock *c, msi_program *p, uint32_t now, uint32_t e
         msi_instruction *i = &p->code.instructions.items[now];
         i->us = i->is_timed ? i->us : msi_duration_us(c->graph, c->costs, p, i);
         i->is_timed = !is_last;
-        const double us = i->is_last && !is_last ? 0.0 : i->us;
+        if (i->is_last && !is_last) {
+            msi_clock_skip(c, i);
+            continue;
+        }
+        const double us = i->us;
         msi_clock_run(c, now, us);
         times->link_us[msi_ops[i->op].engine] += msi_is_issued((msi_op)i->op) ? us : 0.0;
         for (int k = 0; k < MSI_ENGINE_COUNT && i->op == MSI_OP_UPDATE && c->mapped_us > 0.0; k++) {
@@ -19358,7 +19406,9 @@ static uint64_t msi_bytes_to_move(const msi_scorer *s, const msi_tensor_decision
         move & MSI_MOVES_STATE
             ? master + msi_all_state_bytes(s->lowering->optimizers, tensor, decisions[t].state_8bit)
             : msi_align(msi_decided_bytes(s->graph, decisions, t));
-    return decisions[t].sharding == MSI_SHARDS_NOTHING ? all : all / s->store->rank_count;
+    const bool is_shard =
+        msi_sharding_of(s->store, &decisions[t]) >= msi_sharding_for(msi_first_moved(move));
+    return is_shard ? all / s->store->rank_count : all;
 }
 
 static uint64_t msi_action_bytes(const msi_greedy *w, uint32_t action) {
@@ -26403,19 +26453,12 @@ static MSI_COLD double msi_copies_us(const msi_review *r, uint32_t tensor, uint3
     return (weight ? 2.0 : 1.0) * in_us + (weight && !msi_learns(t) ? 0.0 : out_us);
 }
 
-/* The role of what moves; of state, the first. */
-static MSI_COLD msi_role msi_first_moved(uint32_t move) {
-    return move == MSI_MOVES_VALUE      ? MSI_ROLE_VALUE
-           : move == MSI_MOVES_GRADIENT ? MSI_ROLE_GRADIENT
-                                        : MSI_ROLE_STATE0;
-}
-
 /* Bytes that `move`, one bit of what can be moved of a tensor, takes in the arena if it is not
    moved: none for memory of the trainer. */
 static MSI_COLD uint64_t msi_bytes_of_move(const msi_review *r, uint32_t tensor, uint32_t move,
                                            bool is_shard) {
     const msi_tensor *t = &r->model->graph.tensors.items[tensor];
-    const int first = msi_first_moved(move);
+    const int first = (int)msi_first_moved(move);
     const int count = move == MSI_MOVES_STATE ? (int)msi_state_count(&r->model->optimizers, t) : 1;
     const bool coded = r->plan->decisions[tensor].state_8bit;
     uint64_t bytes = 0;
@@ -31203,6 +31246,8 @@ static msi_pair msi_pair_of(const ms_model *m, const msi_program *p, const msi_i
         pair.bytes = msi_operand_bytes(&m->graph, p, i, 2 * number);
     } else if (target->is_shard) {
         pair.bytes = msi_pair_bytes(&m->graph, p, i, number);
+    } else if (i->op != MSI_OP_NORM && i->shards > 0) {
+        pair.bytes = msi_part_bytes((msi_format)target->format, msi_own_part(m, i)).count;
     } else if (i->part_count > 1 || target->format != t->format) {
         const bool is_state = target->role >= MSI_ROLE_STATE0 && t->kind == MSI_KIND_PARAM;
         const uint64_t elements = is_state ? pair.bytes / sizeof(float) : msi_elements(t);
@@ -32616,15 +32661,12 @@ static void msi_count_updates(ms_model *m) {
     }
 }
 
-/* Whether a gradient that accumulates whole on each of several ranks is not their sum: they have made
-   shards of that, or sum it in ms_update. */
+/* Whether a gradient that accumulates whole on each of several ranks is not their sum: the last
+   micro-batch makes shards of that. */
 static bool msi_is_unsummed(const ms_model *m, const msi_resident *r) {
-    const msi_tensor_decision *d = &m->run.plan->decisions[r->tensor];
-    const bool is_under_way = m->run.progress != MSI_PROGRESS_NONE || m->run.micro > 0;
-    return m->ranks.count > 1 && m->run.store->micro_count > 1 && r->role == MSI_ROLE_GRADIENT &&
-           r->shard == 0 && msi_learns(&m->graph.tensors.items[r->tensor]) &&
-           (d->sharding != (uint8_t)MSI_SHARDS_NOTHING ||
-            (is_under_way && (d->moves & MSI_MOVES_GRADIENT)));
+    return m->ranks.count > 1 && r->role == MSI_ROLE_GRADIENT && r->shard == 0 &&
+           msi_learns(&m->graph.tensors.items[r->tensor]) &&
+           m->run.plan->decisions[r->tensor].sharding != (uint8_t)MSI_SHARDS_NOTHING;
 }
 
 /* Where a value is that can be read now: that of a resident, or of a live range that spans the
@@ -32807,7 +32849,7 @@ static MSI_COLD const char *msi_read_cure(const ms_model *m, uint32_t t, msi_rol
                ? "ms_want_gradient keeps it, before ms_wrap"
            : role == MSI_ROLE_GRADIENT && m->ranks.count > 1
                ? "of several ranks their sum is there from the last ms_backward of a step to its "
-                 "update, or, where it accumulates on the host, after ms_update"
+                 "update"
            : role == MSI_ROLE_GRADIENT
                ? "it is there from ms_backward to its update (early_update = MS_SWITCH_OFF: to "
                  "ms_update; MS_OPTIMIZER_NONE: to the next step)"
@@ -33913,9 +33955,12 @@ static ms_result msi_plan_again(ms_model *m) {
     const msi_errors errors = m->errors;
     m->errors.tolerant = true;
     result = msi_plan_within(m, budget);
-    if (result == MS_RESULT_OUT_OF_MEMORY || // here, or on another rank
-        (result == MS_RESULT_RANKS && m->ranks.told == MS_RESULT_OUT_OF_MEMORY)) {
-        result = msi_plan_within(m, msi_smaller(budget, msi_room_of(m->run.store)));
+    const uint64_t room = msi_room_of(m->run.store);
+    const bool lacks_memory = m->ranks.count > 1
+                                  ? m->ranks.told == MS_RESULT_OUT_OF_MEMORY // any of them
+                                  : result == MS_RESULT_OUT_OF_MEMORY && room < budget;
+    if (result != MS_RESULT_OK && lacks_memory) {
+        result = msi_plan_within(m, msi_smaller(budget, room));
     }
     m->errors.tolerant = false;
     if (result != MS_RESULT_OK) {

@@ -250,9 +250,12 @@ static void copies_begin_in_time_for_those_behind(void **state) {
     for (int round = 0; round < 200; ++round) {
         msi_transfer copies[COPIES];
         double begin_us[SLOTS + 1] = {0.0};
+        msi_costs costs;
         msi_scheduling s;
         memset(&s, 0, sizeof s);
         memset(copies, 0, sizeof copies);
+        memset(&costs, 0, sizeof costs);
+        s.costs = &costs;
         s.transfers = copies;
         s.transfer_count = COPIES;
         s.begin_us = begin_us;

@@ -1348,6 +1348,7 @@ static void what_is_moved_counts_in_its_format(void **state) {
     scorer.graph = &z.m->graph;
     scorer.costs = &z.m->costs;
     scorer.lowering = &lowering;
+    scorer.store = z.m->run.store;
     search.moves = MSI_MOVES_ALL;
     greedy.search = &search;
     greedy.scorer = &scorer;
