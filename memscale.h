@@ -1534,11 +1534,12 @@ typedef struct ms_memory_report {
     uint64_t to_device_bytes, to_host_bytes;
     double to_device_us, to_host_us;
     /* The same of what ranks exchange: what is gathered for a call of a layer, and all else. */
+    uint32_t rank, rank_count; // which one this is, of how many; 0 of 1
     uint64_t gather_bytes, reduce_bytes;
     double gather_us, reduce_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
-       to_host_us + gather_us + reduce_us), where the waits are those of that micro-batch without that for the inputs. 0: all
-       of it is waited for, or nothing is copied. */
+       to_host_us + gather_us + reduce_us), where the waits are those of that micro-batch without that
+       for the inputs. 0: all of it is waited for, or nothing is moved. */
     double hidden_share;
     uint64_t step_count; // completed updates
     /* Duration of the last step of this plan that was timed instruction by instruction; 0: none was
@@ -36981,6 +36982,8 @@ static MSI_COLD void msi_fill_report(const ms_model *m, ms_memory_report *r) {
     r->borrowed_bytes = m->run.store->borrowed_bytes;
     msi_report_host(m, r);
     msi_report_copies(m, r);
+    r->rank = m->config.comm.rank;
+    r->rank_count = m->ranks.count;
     r->step_count = m->run.step;
     if (p->measured.is_there) { // the last step that was timed
         const double *last = p->measured.spans.items + 2ull * (p->code.instructions.count - 1);
@@ -38354,7 +38357,7 @@ static MSI_COLD void msi_print_categories(msi_columns *c, const uint64_t *bytes_
 
 static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r) {
     const msi_printer *out = c->out;
-    const double copies_us = r->to_device_us + r->to_host_us;
+    const double copies_us = r->to_device_us + r->to_host_us + r->gather_us + r->reduce_us;
     msi_print(out, "plain plan %s, budget %s, arena %s", msi_size(r->plain_bytes).text,
               msi_size(r->budget_bytes).text, msi_size(r->arena_bytes).text);
     msi_print(out, ", %s above the lower bound\n", msi_size(r->gap_bytes).text);
@@ -38379,6 +38382,12 @@ static MSI_COLD void msi_print_summary(msi_columns *c, const ms_memory_report *r
         msi_print(out, "copied in a step: %s to the device in %s, %s to the host in %s;\n",
                   msi_size(r->to_device_bytes).text, msi_time(r->to_device_us).text,
                   msi_size(r->to_host_bytes).text, msi_time(r->to_host_us).text);
+        if (r->rank_count > 1) {
+            msi_print(out, "exchanged by %u ranks: %s gathered in %s, %s summed or shared in %s;\n",
+                      (unsigned)r->rank_count, msi_size(r->gather_bytes).text,
+                      msi_time(r->gather_us).text, msi_size(r->reduce_bytes).text,
+                      msi_time(r->reduce_us).text);
+        }
         msi_print(out, "%.1f %% of that time is hidden, computing waits %s\n",
                   100.0 * r->hidden_share, msi_time((1.0 - r->hidden_share) * copies_us).text);
     }
@@ -38837,7 +38846,8 @@ static const char *const msi_stream_names[] = {MEMSCALE_STREAMS(MSI_X)};
 
 typedef struct msi_trace {
     msi_printer out;
-    int last_process;                    // MSI_TRACE_MEASURED if a step has been timed
+    int first_process; // of this rank, less 1: files of all ranks may be put together
+    int last_process;  // MSI_TRACE_MEASURED if a step has been timed
     uint64_t counted[MS_CATEGORY_COUNT]; // live bytes of the last counter
     uint64_t host_counted;               // likewise on the host
 } msi_trace;
@@ -38850,7 +38860,8 @@ static MSI_COLD void msi_trace_time(const msi_printer *out, const char *key, uin
 
 /* An event as a slice of the track of its stream. Its ends are rounded, not the duration: viewers drop
    a slice that begins before the one before it has ended. */
-static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const ms_event *event) {
+static MSI_COLD void msi_trace_slice(const msi_trace *to, int process, const ms_event *event) {
+    const msi_printer *out = &to->out;
     const bool measured = process == MSI_TRACE_MEASURED;
     const double start_us = measured ? event->measured_start_us : event->start_us;
     const double end_us = start_us + (measured ? event->measured_us : event->duration_us);
@@ -38860,8 +38871,8 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
                        : event->kind == MS_EVENT_VERDICT ? "verdict"
                        : event->name[0]                  ? event->name
                                                          : what;
-    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\"", process,
-              (int)event->stream, what);
+    msi_print(out, ",\n{\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"cat\":\"%s\"",
+              to->first_process + process, (int)event->stream, what);
     msi_trace_time(out, "ts", start);
     msi_trace_time(out, "dur", msi_round_units(end_us, 1e3) - start);
     msi_print(out, ",\"name\":");
@@ -38887,11 +38898,12 @@ static MSI_COLD void msi_trace_slice(const msi_printer *out, int process, const 
     }
 }
 
-static void msi_trace_counter(const msi_printer *out, int process, const ms_event *event,
+static void msi_trace_counter(const msi_trace *to, int process, const ms_event *event,
                               const char *name) {
     const double us = process == MSI_TRACE_MEASURED ? event->measured_start_us : event->start_us;
-    msi_print(out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\"", process, name);
-    msi_trace_time(out, "ts", msi_round_units(us, 1e3));
+    msi_print(&to->out, ",\n{\"ph\":\"C\",\"pid\":%d,\"name\":\"%s\"", to->first_process + process,
+              name);
+    msi_trace_time(&to->out, "ts", msi_round_units(us, 1e3));
 }
 
 /* An event as simulated and, if it is an instruction, as measured. Counters follow where the live
@@ -38904,9 +38916,9 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
                      : runs                       ? to->last_process
                                                   : MSI_TRACE_SIMULATED;
     for (int process = MSI_TRACE_SIMULATED; process <= last; process++) {
-        msi_trace_slice(&to->out, process, event);
+        msi_trace_slice(to, process, event);
         if (counts) {
-            msi_trace_counter(&to->out, process, event, "live bytes");
+            msi_trace_counter(to, process, event, "live bytes");
             for (int c = 0; c < MS_CATEGORY_COUNT; c++) {
                 msi_print(&to->out, "%s\"%s\":%llu", c == 0 ? ",\"args\":{" : ",",
                           ms_category_name((ms_category)c),
@@ -38915,7 +38927,7 @@ static MSI_COLD void msi_trace_event(const ms_event *event, void *user) {
             msi_print(&to->out, "}}");
         }
         if (runs && event->host_bytes != to->host_counted) {
-            msi_trace_counter(&to->out, process, event, "host bytes");
+            msi_trace_counter(to, process, event, "host bytes");
             msi_print(&to->out, ",\"args\":{\"host\":%llu}}",
                       (unsigned long long)event->host_bytes);
         }
@@ -38937,17 +38949,23 @@ MEMSCALE_API ms_result ms_print_trace(const ms_model *model, ms_text_fn write, v
     const msi_printer out = {write, user};
     to.out = out;
     to.last_process = report.measured_step_us > 0.0 ? MSI_TRACE_MEASURED : MSI_TRACE_SIMULATED;
+    to.first_process = MSI_TRACE_MEASURED * (int)report.rank;
+    const msi_words of =
+        report.rank_count > 1
+            ? msi_words_of(", rank %u of %u", (unsigned)report.rank, (unsigned)report.rank_count)
+            : msi_words_of("%s", "");
     msi_print(&out, "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
     for (int process = MSI_TRACE_SIMULATED; process <= to.last_process; process++) {
         msi_print(
             &out, // names of a process and of its tracks
-            "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s\"}}",
-            process == MSI_TRACE_SIMULATED ? "" : ",\n", process, names[process]);
+            "%s{\"ph\":\"M\",\"pid\":%d,\"name\":\"process_name\",\"args\":{\"name\":\"%s%s\"}}",
+            process == MSI_TRACE_SIMULATED ? "" : ",\n", to.first_process + process, names[process],
+            of.text);
         for (int stream = 0; stream < MS_STREAM_COUNT; stream++) {
             msi_print(&out,
                       ",\n{\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"name\":\"thread_name\",\"args\":"
                       "{\"name\":\"%s\"}}",
-                      process, stream, msi_stream_names[stream]);
+                      to.first_process + process, stream, msi_stream_names[stream]);
         }
     }
     result = ms_visit_events(model, MS_PROGRAM_TRAIN, msi_trace_event, &to);
@@ -39006,8 +39024,19 @@ static const msi_metric msi_metrics[] = {
                "How long the copies from the host take, as simulated."),
     MSI_METRIC(US, step_to_host_seconds, to_host_us,
                "How long the copies to the host take, as simulated."),
-    MSI_METRIC(RATIO, hidden_copies_ratio, hidden_share,
-               "Part of the time of these copies for which computing does not wait."),
+    MSI_METRIC(U32, rank, rank, "Which rank this is, from 0."),
+    MSI_METRIC(U32, ranks, rank_count, "How many ranks train the model together."),
+    MSI_METRIC(U64, step_gathered_bytes, gather_bytes,
+               "What ranks gather for layers in a step, for all of them."),
+    MSI_METRIC(U64, step_reduced_bytes, reduce_bytes,
+               "What else ranks exchange in a step: gradients, and params after an update."),
+    MSI_METRIC(US, step_gathered_seconds, gather_us,
+               "How long gathering for layers takes, as simulated."),
+    MSI_METRIC(US, step_reduced_seconds, reduce_us,
+               "How long the other collectives take, as simulated."),
+    MSI_METRIC(
+        RATIO, hidden_copies_ratio, hidden_share,
+        "Part of the time of these copies and collectives for which computing does not wait."),
     MSI_METRIC(RATIO, recompute_ratio, recompute_share,
                "Time of recomputations over that of a plain step, as simulated."),
     MSI_METRIC(RATIO, pressure_ratio, pressure, "Plain arena over budget."),

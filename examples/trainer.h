@@ -151,7 +151,7 @@ static int list_options(const trainer_kind *kind, settings *o, option_spec *spec
          "time the first steps, and plan again with these times"},
         {"--trace", "FILE", OPTION_TEXT, &o->trace,
          "write the timeline of a step, for ui.perfetto.dev; with --profile as\n"
-         "measured too"},
+         "measured too; of several ranks, rank 1 writes FILE.1, and so on"},
         {"--metrics", "FILE", OPTION_TEXT, &o->metrics,
          "write sizes and times of the plan, for Prometheus"},
         {"--verify", NULL, OPTION_FLAG, &o->verify,
@@ -716,13 +716,16 @@ static int write_metrics(const trainer *t, FILE *file) {
     return ms_print_metrics(t->model, print_text, file) != MS_RESULT_OK;
 }
 
-static int write_file(const trainer *t, const char *path,
+/* Rank 0 writes the file, another one, such as rank 2, a file of its own: with .2 after the name. */
+static int write_file(const trainer *t, const char *name,
                       int (*write)(const trainer *t, FILE *file)) {
-    const bool writes = path && ranks_job.comm.rank == 0;
-    FILE *file = writes ? fopen(path, "wb") : NULL;
-    if (!writes) {
+    char path[FILENAME_MAX];
+    if (!name) {
         return 0;
     }
+    snprintf(path, sizeof path, ranks_job.comm.rank > 0 ? "%s.%u" : "%s", name,
+             (unsigned)ranks_job.comm.rank);
+    FILE *file = fopen(path, "wb");
     const bool written = file && write(t, file) == 0 && !ferror(file);
     const bool closed = file && fclose(file) == 0;
     return written && closed ? 0 : fail("cannot write %s", path);

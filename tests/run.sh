@@ -450,7 +450,10 @@ check_ranks() { # BATCHES OF A STEP AND RANK, PROGRAM, ARGUMENTS
     run_mpi 1 $program --accumulate $((2 * batches)) "$@" > $log.out || { tail -n 1 $log.out; return $(($? == 77 ? 77 : 1)); }
     losses < $log.out > $log
     for level in off state gradients values; do
-        run_mpi 2 $program --accumulate $batches --shard $level "$@" | losses > $log.2 || return 1
+        run_mpi 2 $program --accumulate $batches --shard $level --trace $log.trace --metrics $log.metrics \
+            "$@" | losses > $log.2 || return 1
+        grep -q '"simulated, rank 0 of 2"' $log.trace && grep -q '"pid":3,.*"simulated, rank 1 of 2"' $log.trace.1 &&
+            grep -q '^memscale_rank 1$' $log.metrics.1 && grep -q '^memscale_ranks 2$' $log.metrics || return 1
         paste $log $log.2 | awk -v level=$level '
             { off = $2 - $4 } $1 != $3 || off > 0.0011 || off < -0.0011 { print level ": " $0; wrong = 1 }
             END { exit wrong || NR < 10 }' || return 1
