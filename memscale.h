@@ -18648,6 +18648,8 @@ typedef struct msi_search {
     msi_found ranks[MSI_RANKS + 1];
     msi_score rank_scores[MSI_RANKS + 1];
     uint32_t rank_count;
+    /* Lists of moves that were searched before with these roundings and without tiles: a mask. */
+    uint32_t probed, probed_rounding;
     bool keeps_chain;        // for the local search
     struct msi_chain *chain; // or NULL
 } msi_search;
@@ -20330,7 +20332,10 @@ static void msi_search_offloading(msi_search *s) {
         const bool moot = smallest && !msi_move_lists[k].begun &&
                           s->best_how.by == MSI_FINDER_LISTS &&
                           msi_move_lists[s->best_how.list].begun;
-        met = !moot && msi_is_list_of_use(s, k, met) ? msi_search_list_of_moves(s, k) : met;
+        const bool again =
+            (s->probed >> k & 1) && s->tiling == 0 && s->how.rounding == s->probed_rounding;
+        met =
+            !moot && !again && msi_is_list_of_use(s, k, met) ? msi_search_list_of_moves(s, k) : met;
     }
 }
 
@@ -22993,6 +22998,8 @@ typedef struct msi_level {
     msi_sharding sharding;
     double us, bound_us; // as in msi_rounding
     uint64_t least_bytes, resident_bytes;
+    uint32_t probed,
+        probed_rounding; // lists of moves that were searched: a mask; with which roundings
 } msi_level;
 
 enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
@@ -23052,20 +23059,63 @@ static void msi_search_level(const msi_solver *s, msi_search *search) {
     }
 }
 
+/* Searches a few plans of a level, in the ways that most often find the best one. */
+static void msi_probe_level(const msi_solver *s, msi_search *search, msi_level *level) {
+    const bool maps = msi_is_list_of_use(search, MSI_MOVE_LISTS - 1, 0);
+    const int probes[] = {4, maps ? MSI_MOVE_LISTS - 1 : MSI_FIRST_BEGUN}; // of msi_move_lists
+    msi_rounding *list = (msi_rounding *)msi_scratch(s->scorer, MSI_LISTS * sizeof *list);
+    msi_tilings tilings = MSI_ZERO_INIT;
+    msi_greedy w;
+    const bool ready = msi_greedy_init(&w, search) && list;
+    search->tilings = &tilings;
+    const uint32_t count = ready ? msi_list_roundings(s, search, w.decisions, list) : 0;
+    msi_greedy_free(&w);
+    for (size_t k = 0; k < sizeof probes / sizeof probes[0] && count > 0; k++) {
+        msi_found how = MSI_ZERO_INIT;
+        how.by = search->may_move ? MSI_FINDER_LISTS
+                 : k == 0         ? MSI_FINDER_CHAIN
+                                  : MSI_FINDER_GREEDY;
+        how.list = (uint32_t)probes[k];
+        msi_search_list(s, search, list[0].mask, 0, &how);
+        level->probed |= search->may_move ? 1u << probes[k] : 0u;
+        level->probed_rounding = list[0].mask;
+    }
+    search->tiling = 0;
+    search->tilings = NULL;
+    msi_release(s->scorer->allocator, list, list ? MSI_LISTS * sizeof *list : 0);
+}
+
 /* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
-   msi_share_less takes back what turns out not to be needed. */
+   msi_share_less takes back what turns out not to be needed. All plans are searched of the level for
+   which a few are best; of others, if none of these fits. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     msi_level list[MSI_LEVELS];
     const uint32_t count = msi_list_levels(s, search, list);
     const double least_us = search->least_us;
+    for (uint32_t k = 0; k < count && count > 1 && search->budget > 0 && !msi_is_found(search);
+         k++) {
+        search->least_us = least_us;
+        search->how.sharding = list[k].sharding;
+        msi_probe_level(s, search, &list[k]);
+    }
+    for (uint32_t k = 1; k < count && search->fits; k++) {
+        if (list[k].sharding == search->best_how.sharding) {
+            const msi_level best = list[k];
+            list[k] = list[0];
+            list[0] = best;
+        }
+    }
     for (uint32_t k = 0; k < count && !msi_is_short(s->scorer) && !msi_is_found(search); k++) {
-        if (k == 0 || !msi_is_hopeless_level(search, &list[k])) {
+        if (k == 0 || (!search->fits && !msi_is_hopeless_level(search, &list[k]))) {
             search->least_us = least_us;
             search->how.sharding = list[k].sharding;
+            search->probed = list[k].probed;
+            search->probed_rounding = list[k].probed_rounding;
             msi_search_level(s, search);
         }
     }
     search->least_us = least_us;
+    search->probed = 0;
     search->how.sharding = MSI_SHARDS_NOTHING;
 }
 
