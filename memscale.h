@@ -14745,13 +14745,6 @@ static void msi_lower_recompute(msi_lowering *w, uint32_t tensor, uint32_t reade
 // ------------------------------------------------------------------------------------------------
 // >>updates  the update of a param, early or late, in parts, with what moves for it
 
-/* The sum of a gradient over all ranks, in place; `before`: along with another, by the last
-   instruction. */
-static void msi_emit_reduce(msi_lowering *w, uint32_t t, uint32_t gradient) {
-    msi_emit(w, MSI_OP_REDUCE, t);
-    msi_use_both(w, gradient, false, gradient);
-}
-
 /* Adds the shard of a micro-batch's gradient to the sum of all, which is on the device or at home. */
 static void msi_lower_accumulation(msi_lowering *w, uint32_t t, uint32_t shard) {
     const uint32_t sum =
@@ -14792,18 +14785,27 @@ static void msi_emit_scatter(msi_lowering *w, uint32_t t, uint32_t gradient) {
 
 /* What ranks do with a gradient that is complete: each has the sum over all afterwards, whole or the
    shard that it updates. One that accumulates whole leaves in the last micro-batch; of its shards of the
-   sum its home on the host knows nothing. */
-static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
+   sum its home on the host knows nothing. What is small is summed along with others of its layer. */
+static void msi_lower_reduction(msi_lowering *w, uint32_t t, msi_batch *batch) {
     const uint32_t gradient = msi_now(w, w->now.gradient, t);
     const bool accumulates = w->store->micro_count > 1;
     const msi_sharding sharding = msi_sharding_at(w, t);
     if (w->store->rank_count < 2 || gradient == MSI_NONE || w->program->out_of_memory) {
         return;
     }
-    if (accumulates && sharding == MSI_SHARDS_STATE && msi_is_moved(w, t, MSI_ROLE_GRADIENT)) {
+    const bool at_home = accumulates && msi_is_moved(w, t, MSI_ROLE_GRADIENT);
+    if (at_home && sharding == MSI_SHARDS_STATE) {
         msi_send(w, t, MSI_ROLE_GRADIENT);
     }
-    (sharding == MSI_SHARDS_NOTHING ? msi_emit_reduce : msi_emit_scatter)(w, t, gradient);
+    if (sharding != MSI_SHARDS_NOTHING) {
+        msi_emit_scatter(w, t, gradient);
+    } else if (!at_home && msi_goes_along(batch, w->graph->tensors.items[t].bytes)) {
+        msi_use_both(w, gradient, false, gradient);
+    } else {
+        msi_emit(w, MSI_OP_REDUCE, t);
+        msi_use_both(w, gradient, false, gradient);
+    }
+    batch->count = sharding == MSI_SHARDS_NOTHING && !at_home ? batch->count : 0;
     if (sharding <= MSI_SHARDS_STATE) {
         msi_last(w)->is_last = accumulates;
     } else if (accumulates) {
@@ -15284,10 +15286,11 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         if (!group) {
             msi_lower_backward(w, layer);
         }
+        msi_batch batch = {0, 0};
         for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && w->store->rank_count > 1; k++) {
             const uint32_t t = msi_completed_param(w->graph, layer, k);
             if (t != MSI_NONE) {
-                msi_lower_reduction(w, t);
+                msi_lower_reduction(w, t, &batch);
             }
         }
         if (w->store->micro_count < 2) { // else the queue has shards to add up
@@ -32188,15 +32191,54 @@ static ms_result msi_backward(ms_model *m) {
                : msi_finish_backward(m);
 }
 
+/* The sum over all ranks of a gradient that accumulates whole at home on the host, there; a shard on the
+   device gets this rank's part of it. What backward would have summed is not on the device any more. */
+static MSI_COLD ms_result msi_sum_at_home(ms_model *m, const msi_program *p, uint32_t target) {
+    const msi_range *to = &p->code.ranges.items[target];
+    const msi_resident *home = msi_find_resident(m->run.store, to->tensor, MSI_ROLE_GRADIENT);
+    const uint32_t number = (uint32_t)(home - m->run.store->residents.items);
+    const msi_range *range = &p->code.ranges.items[number];
+    const ms_dtype dtype = msi_dtype_of((msi_format)range->format);
+    const bool on_device = m->config.comm.on_device;
+    const uint64_t most = on_device ? msi_smaller(range->bytes, 1 << 22) : range->bytes;
+    uint8_t *at_home = (uint8_t *)msi_address(m, p, number);
+    void *memory = NULL;
+    ms_result result = on_device ? msi_device_alloc(m, most, &memory) : MS_RESULT_OK;
+    MSI_THEN(result, msi_synchronize(m));
+    for (uint64_t at = 0; at < range->bytes && result == MS_RESULT_OK; at += most) {
+        const uint64_t bytes = msi_smaller(most, range->bytes - at);
+        uint8_t *piece = on_device ? (uint8_t *)memory : at_home + at;
+        result = on_device ? msi_copy(m, piece, false, at_home + at, true, bytes) : MS_RESULT_OK;
+        MSI_THEN(result, msi_device(m,
+                                    msi_sum_gradients(m, piece, piece, false,
+                                                      bytes / ms_dtype_bytes(dtype), dtype),
+                                    "sum of a gradient over ranks"));
+        MSI_THEN(result, msi_synchronize(m));
+        MSI_THEN(result, msi_check_ranks(m));
+        MSI_THEN(result, on_device ? msi_copy(m, at_home + at, true, piece, false, bytes) : result);
+    }
+    if (to->is_shard) {
+        MSI_THEN(result, msi_copy(m, msi_address(m, p, target), false,
+                                  at_home + m->config.comm.rank * to->bytes, true, to->bytes));
+    }
+    msi_device_release(m, memory, most);
+    return result;
+}
+
 /* Of a step that ends early: the collectives that its last micro-batch would have run. */
 static ms_result msi_run_last_collectives(ms_model *m, const msi_program *p) {
     ms_result result = MS_RESULT_OK;
     const uint32_t micro = m->run.micro;
     m->run.micro = m->run.store->micro_count - 1;
     for (uint32_t k = 0; k < p->code.backward_end && m->ranks.count > 1; k++) {
-        if (p->code.instructions.items[k].is_last) {
-            MSI_THEN(result, msi_run_collective(m, p, &p->code.instructions.items[k]));
+        const msi_instruction *i = &p->code.instructions.items[k];
+        const msi_operand *ends = p->code.operands.items + i->operand_first; // the first pair
+        if (!i->is_last || i->op == MSI_OP_WAIT) {
+            continue;
         }
+        MSI_THEN(result, ends[1].range < m->run.store->residents.count
+                             ? msi_run_collective(m, p, i)
+                             : msi_sum_at_home(m, p, ends[0].range));
     }
     MSI_THEN(result, msi_join_copies(m));
     MSI_THEN(result, msi_check_ranks(m));
