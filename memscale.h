@@ -25973,6 +25973,8 @@ static MSI_COLD ms_result msi_agree(ms_model *m, msi_goal goal, ms_result own) {
 static MSI_COLD ms_result msi_compare_plans(ms_model *m, const msi_plan *plan, ms_result own) {
     msi_terms terms = MSI_ZERO_INIT;
     if (own == MS_RESULT_OK) {
+        msi_add_term(&terms, "mode, by its policy (ms_config.policy)",
+                     m->wrapped.choice.techniques * 4ull + (uint64_t)m->wrapped.choice.mode);
         msi_add_term(
             &terms, "plan, made from the same numbers: are all ranks the same program?",
             msi_hash_bytes(plan->arena_bytes, plan->decisions, msi_decisions_bytes(&m->graph)));
@@ -32233,7 +32235,7 @@ static ms_result msi_run_last_collectives(ms_model *m, const msi_program *p) {
     for (uint32_t k = 0; k < p->code.backward_end && m->ranks.count > 1; k++) {
         const msi_instruction *i = &p->code.instructions.items[k];
         const msi_operand *ends = p->code.operands.items + i->operand_first; // the first pair
-        if (!i->is_last || i->op == MSI_OP_WAIT) {
+        if (!i->is_last || !msi_is_issued((msi_op)i->op)) { // its wait is_last, too
             continue;
         }
         MSI_THEN(result, ends[1].range < m->run.store->residents.count
@@ -32754,12 +32756,25 @@ static void msi_count_updates(ms_model *m) {
     }
 }
 
-/* Whether a gradient that accumulates whole on each of several ranks is not their sum: the last
-   micro-batch makes shards of that. */
+/* Whether a gradient that accumulates whole on each of several ranks is not their sum: they have made
+   shards of that, or, while a callback of the last micro-batch asks, sum it now. */
 static bool msi_is_unsummed(const ms_model *m, const msi_resident *r) {
-    return m->ranks.count > 1 && r->role == MSI_ROLE_GRADIENT && r->shard == 0 &&
-           msi_learns(&m->graph.tensors.items[r->tensor]) &&
-           m->run.plan->decisions[r->tensor].sharding != (uint8_t)MSI_SHARDS_NOTHING;
+    const bool is_in_pass = m->run.busy && m->run.progress != MSI_PROGRESS_BACKWARD;
+    return m->ranks.count > 1 && m->run.store->micro_count > 1 && r->role == MSI_ROLE_GRADIENT &&
+           r->shard == 0 && msi_learns(&m->graph.tensors.items[r->tensor]) &&
+           (m->run.plan->decisions[r->tensor].sharding != (uint8_t)MSI_SHARDS_NOTHING ||
+            (is_in_pass && msi_is_last_micro(&m->run)));
+}
+
+/* Whether a live range, if it has the gradient of a param, has what several ranks have summed. */
+static bool msi_has_sum(const ms_model *m, const msi_range *range) {
+    const msi_run *r = &m->run;
+    const bool divides = r->plan->decisions[range->tensor].sharding != (uint8_t)MSI_SHARDS_NOTHING;
+    return m->ranks.count < 2 || range->role != (uint8_t)MSI_ROLE_GRADIENT ||
+           m->graph.tensors.items[range->tensor].kind != MSI_KIND_PARAM ||
+           (range->is_shard == divides &&
+            (r->store->micro_count > 1 ? r->progress == MSI_PROGRESS_BACKWARD
+                                       : r->position >= r->program->code.backward_end));
 }
 
 /* Where a value is that can be read now: that of a resident, or of a live range that spans the
@@ -32785,8 +32800,7 @@ static MSI_COLD msi_memory msi_live_memory(const ms_model *m, uint32_t tensor, m
         const msi_range *range = &p->code.ranges.items[i];
         if (range->tensor == tensor && range->role == role && range->part == 0 &&
             range->first >= m->run.begun_at && range->first < m->run.position &&
-            (range->last >= m->run.position || range->outlives) &&
-            (!range->is_shard || msi_is_last_micro(&m->run))) {
+            (range->last >= m->run.position || range->outlives) && msi_has_sum(m, range)) {
             memory.shard = range->is_shard ? msi_shard_size(m->run.store, t) : 0;
             memory.source = memory.target = msi_address(m, p, i);
             memory.format = (msi_format)range->format;
