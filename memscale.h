@@ -20332,13 +20332,12 @@ static void msi_search_offloading(msi_search *s) {
     uint32_t met = 0; // by the list before
     for (int turn = 0; turn < count && !msi_is_short(s->scorer) && !(s->any && s->fits); turn++) {
         const int k = smallest ? count - 1 - turn : (turn + begin) % count;
-        const bool moot = smallest && !msi_move_lists[k].begun &&
-                          s->best_how.by == MSI_FINDER_LISTS &&
-                          msi_move_lists[s->best_how.list].begun;
         const bool again =
             (s->probed >> k & 1) && s->tiling == 0 && s->how.rounding == s->probed_rounding;
-        met =
-            !moot && !again && msi_is_list_of_use(s, k, met) ? msi_search_list_of_moves(s, k) : met;
+        const bool moot =
+            again || (smallest && !msi_move_lists[k].begun && s->best_how.by == MSI_FINDER_LISTS &&
+                      msi_move_lists[s->best_how.list].begun);
+        met = !moot && msi_is_list_of_use(s, k, met) ? msi_search_list_of_moves(s, k) : met;
     }
 }
 
