@@ -2311,6 +2311,35 @@ static void wrong_arguments_are_refused(void **state) {
     clocked_end(&n);
 }
 
+/* Copies that go in both directions at the same time delay what ranks exchange through the link once, and
+   what they exchange delays both; nothing does on another network, or of one rank. */
+static void ranks_and_copies_share_a_link(void **state) {
+    (void)state;
+    for (int k = 0; k < 4; ++k) {
+        msi_costs costs;
+        msi_clock c;
+        memset(&costs, 0, sizeof costs);
+        memset(&c, 0, sizeof c);
+        costs.rank_count = k == 1 ? 1 : 2;
+        costs.hardware.network_is_link = k != 2;
+        c.costs = &costs;
+        const bool shares = k == 0 || k == 3;
+        (void)msi_enqueue(&c, MSI_ENGINE_COMPUTE, 0.0, 100.0);
+        (void)msi_enqueue(&c, MSI_ENGINE_TO_DEVICE, 0.0, 10.0);
+        msi_clock_divide(&c, MSI_ENGINE_TO_DEVICE, 0.0, 10.0);
+        const double sent_us = k == 3 ? 3.0 : 8.0; // until 7, before the other one ends, or 12
+        (void)msi_enqueue(&c, MSI_ENGINE_TO_HOST, 4.0, sent_us);
+        msi_clock_divide(&c, MSI_ENGINE_TO_HOST, 4.0, sent_us);
+        near(c.free_us[MS_STREAM_NETWORK], k == 3 ? 10.0 : shares ? 12.0 : 0.0);
+        const double start_us = msi_enqueue(&c, MSI_ENGINE_REDUCE, k == 3 ? 50.0 : 0.0, 5.0);
+        near(start_us, k == 3 ? 50.0 : shares ? 12.0 : 0.0);
+        msi_clock_divide(&c, MSI_ENGINE_REDUCE, start_us, 5.0);
+        near(c.free_us[MS_STREAM_TO_DEVICE], k == 3 ? 55.0 : shares ? 17.0 : 10.0);
+        near(c.free_us[MS_STREAM_TO_HOST], k == 3 ? 55.0 : shares ? 17.0 : 12.0);
+        near(c.free_us[MS_STREAM_COMPUTE], 100.0);
+    }
+}
+
 int main(void) {
     t_hook.platform_us = read_clock;
     const struct CMUnitTest tests[] = {
@@ -2344,6 +2373,7 @@ int main(void) {
         cmocka_unit_test(other_plans_in_between),
         cmocka_unit_test(settings_wait_for_wrap),
         cmocka_unit_test(every_allocation_fails_once),
+        cmocka_unit_test(ranks_and_copies_share_a_link),
         cmocka_unit_test(a_new_plan_finds_room),
         cmocka_unit_test(devices_are_waited_for),
         cmocka_unit_test(halted_steps_are_no_samples),
