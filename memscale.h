@@ -23077,7 +23077,7 @@ static void msi_probe_level(const msi_solver *s, msi_search *search, msi_level *
         how.by = search->may_move ? MSI_FINDER_LISTS
                  : k == 0         ? MSI_FINDER_CHAIN
                                   : MSI_FINDER_GREEDY;
-        how.list = (uint32_t)probes[k];
+        how.list = probes[k];
         msi_search_list(s, search, list[0].mask, 0, &how);
         level->probed |= search->may_move ? 1u << probes[k] : 0u;
         level->probed_rounding = list[0].mask;
