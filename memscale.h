@@ -951,7 +951,7 @@ typedef struct ms_collective {
     ms_dtype dtype; // F32, BF16 or F16; where nothing is added up, I8 as well: bytes
     uint32_t root;  // of broadcast
     void *stream;   // for a comm that is on_device: enqueue it there; else NULL
-    double timeout_s; // of a comm that is not: return an error after so many seconds
+    double timeout_s; // of a comm that is not: return an error after so many seconds; 0: never
 } ms_collective;
 
 /* Returns 0 or an error number of the comm's own. */
@@ -10714,6 +10714,8 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "allocator: alloc and release are missing: set them along with resize, or none"},
         {!(c->comm_timeout >= 0.0) || !msi_is_finite(c->comm_timeout), c->comm_timeout,
          "comm_timeout: it must be a number of seconds"},
+        {c->comm.size == sizeof(ms_comm) && c->comm.count == 0 && c->comm.name, 0.0,
+         c->comm.name}, // why ms_comm_mpi or ms_comm_nccl has made none
         {c->comm.size > 0 && (c->comm.size != sizeof(ms_comm) || c->comm.count == 0 ||
                               c->comm.rank >= c->comm.count || c->comm.count > MSI_MOST_RANKS),
          (double)c->comm.count,
@@ -10748,7 +10750,8 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
         {(unsigned)c->mode >= MS_MODE_COUNT, (double)(int)c->mode,
          "mode: there is no such mode: set one of ms_mode"},
         {!msi_switches_are_valid(c), 0.0,
-         "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, early_update, "
+         "checkpointing, offloading, tiling, mixed_precision, optimizer_8bit, sharding, "
+         "early_update, "
          "async_offload, static_profiling, empirical_profiling or master_weights: there is no such "
          "switch: set one of ms_switch"},
         {c->mixed_dtype != MS_DTYPE_F32 && ((unsigned)c->mixed_dtype >= MS_DTYPE_COUNT ||

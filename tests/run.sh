@@ -767,7 +767,7 @@ check full 'test_threads, thread sanitizer, full sweeps' 'run_threads build/thre
 check full 'test_recipes, thread sanitizer' 'run_threads build/thread/tests/test_recipes'
 check broad 'test_offload, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_offload'
 check broad 'test_ranks_faults, thread sanitizer' 'MEMSCALE_TEST_DAGS=8 run_threads build/thread/tests/test_ranks_faults'
-check broad 'test_ranks, thread sanitizer' 'MEMSCALE_TEST_DAGS=20 run_threads build/thread/tests/test_ranks'
+check broad 'test_ranks, thread sanitizer' 'MEMSCALE_TEST_DAGS=3 run_threads build/thread/tests/test_ranks'
 check broad 'test_comm, thread sanitizer' 'run_threads build/thread/tests/test_comm'
 check quick 'mpi_comm, 2 ranks' 'run_mpi 2 build/quick/tests/mpi_comm serialized'
 check broad 'mpi_comm, 4 ranks' 'run_mpi 4 build/quick/tests/mpi_comm multiple'

@@ -1377,6 +1377,11 @@ static void play_refused(seat *s) {
     c.cuda_graph = true;
     CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "cuda_graph"));
     ms_destroy(m);
+    c = config_of(s);
+    c.comm.count = 0; // as of a comm that could not be made
+    c.comm.name = "the reason for that";
+    CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), c.comm.name));
+    ms_destroy(m);
     bool fine = seat_start(s);
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         fine = CHECK_OK(s, seat_feed(s, step, 0));
