@@ -1533,8 +1533,8 @@ typedef struct ms_memory_report {
        Inputs and verdicts are not counted. */
     uint64_t to_device_bytes, to_host_bytes;
     double to_device_us, to_host_us;
-    /* The same of what ranks exchange: what is gathered for a call of a layer, and all else. */
     uint32_t rank, rank_count; // which one this is, of how many; 0 of 1
+    /* The same of what ranks exchange: what is gathered for a call of a layer, and all else. */
     uint64_t gather_bytes, reduce_bytes;
     double gather_us, reduce_us;
     /* The part of that time for which computing does not wait: 1 - waits / (to_device_us +
