@@ -23603,7 +23603,9 @@ static bool msi_can_wait(const msi_ordering *o, uint32_t wait, int engine, uint3
                         p->code.instructions.items[next].operand_count <=
                     MSI_MAX_VIEWS;
     for (uint32_t now = wait + 1; now < next && fits; now++) {
-        fits = (int)msi_ops[p->code.instructions.items[now].op].engine == engine ||
+        // both ends of a collective are on the device, and live until it is awaited
+        fits = ((int)msi_ops[p->code.instructions.items[now].op].engine == engine &&
+                !msi_engines[engine].is_network) ||
                !msi_conflicts_with(o, now, engine, first, end);
     }
     for (int other = MSI_FIRST_ISSUED; other < MSI_ENGINE_COUNT; other++) {
@@ -25902,16 +25904,23 @@ static MSI_COLD ms_result msi_compare_ranks(ms_model *m, const char *function,
 
 /* What ranks have of their own, and what becomes of it. */
 typedef struct msi_of_rank {
-    uint64_t machine, budget_bytes, host_budget_bytes;
+    uint64_t machine, rank, budget_bytes, host_budget_bytes;
 } msi_of_rank;
 
 /* Finds how many ranks are on this machine, and then the least of their budgets. */
 static MSI_COLD ms_result msi_share_budgets(ms_model *m) {
-    msi_of_rank all[MSI_MOST_RANKS], own = {msi_machine_number(), 0, 0};
+    msi_of_rank all[MSI_MOST_RANKS], own = {msi_machine_number(), m->config.comm.rank, 0, 0};
     ms_result result = msi_exchange_bytes(m, &own, all, sizeof own);
     m->ranks.here = 0;
     for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
         m->ranks.here += all[r].machine == own.machine;
+        if (all[r].rank != r) {
+            result = msi_fail(
+                m, MS_RESULT_RANKS,
+                "ms_wrap: the comm has rank %u where ms_comm.rank is %u: each rank needs a "
+                "number of its own, the one that its functions go by",
+                (unsigned)r, (unsigned)all[r].rank);
+        }
     }
     own.budget_bytes = msi_own_budget(m);
     own.host_budget_bytes = msi_own_host_budget(m);
