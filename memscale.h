@@ -1002,7 +1002,7 @@ typedef enum ms_technique {
 } ms_technique;
 
 /* Which techniques a plan may use if their switch is DEFAULT. CONSERVATIVE: checkpointing and early
-   updates; BALANCED: also offloading; AGGRESSIVE: all. */
+   updates; BALANCED: also offloading and, of several ranks, sharding; AGGRESSIVE: all. */
 #define MEMSCALE_MODES(X)                                                                          \
     X(MS_MODE_BALANCED, "BALANCED")                                                                \
     X(MS_MODE_CONSERVATIVE, "CONSERVATIVE")                                                        \
@@ -1986,7 +1986,7 @@ MEMSCALE_API void ms_set_budget(ms_model *model, uint64_t memory_budget_bytes);
 MEMSCALE_API void ms_set_accumulation(ms_model *model, uint32_t micro_count);
 
 /* Forces (ON), forbids (OFF) or leaves to the planner (DEFAULT) a technique for one tensor, or for
-   those of a layer: its params, for EARLY_UPDATE and OPTIMIZER_8BIT; its outputs and saved tensors,
+   those of a layer: its params, for EARLY_UPDATE, OPTIMIZER_8BIT and SHARDING; its outputs and saved tensors,
    for CHECKPOINTING and TILING; all of these, for OFFLOADING and MIXED_PRECISION. OFFLOADING can
    also be set for buffers that no layer has as state and, by force alone, for inputs; of a param it
    is about its value; of its handles of ms_gradient and ms_optimizer_state about its gradient and
@@ -2321,8 +2321,9 @@ MEMSCALE_API_CHECKED ms_result ms_gradient_norm(ms_model *model, double *norm);
 MEMSCALE_API_CHECKED ms_result ms_set_gradient_factor(ms_model *model, float factor);
 
 /* The sums over all ranks of so many numbers that each rank has, in their place; the same bits on all
-   ranks, which all call it. Such as the tokens of a batch that count, for ms_set_loss_factor, where
-   ranks have different numbers of them. Stream: waits. Errors: INVALID, OUT_OF_MEMORY, RANKS. */
+   ranks, which all call it, also before ms_wrap. Such as the tokens of a batch that count, for
+   ms_set_loss_factor, where ranks have different numbers of them. Stream: waits. Errors: INVALID,
+   ORDER (in a callback, between slices), OUT_OF_MEMORY, RANKS (also: not as many numbers on all). */
 MEMSCALE_API_CHECKED ms_result ms_sum_over_ranks(ms_model *model, double *values, uint32_t count);
 
 /* In a callback: c = alpha * a * b + beta * c, row-major; with beta 0, c is not read; c cannot be
@@ -6529,9 +6530,19 @@ static MSI_COLD ms_result msi_sum_over_ranks(ms_model *m, double *values, uint32
     if (msi_is_alone(m) || count == 0) {
         return MS_RESULT_OK;
     }
-    double *all = (double *)msi_alloc(&m->config.allocator, room);
-    ms_result result = all ? msi_exchange_bytes(m, values, all, bytes)
-                           : msi_fail_memory(m, "the numbers of all ranks", room);
+    uint32_t counts[MSI_MOST_RANKS];
+    ms_result result = msi_exchange_bytes(m, &count, counts, sizeof count);
+    for (uint32_t r = 0; r < m->ranks.count && result == MS_RESULT_OK; r++) {
+        if (counts[r] != counts[0]) {
+            return msi_fail(m, MS_RESULT_RANKS,
+                            "ms_sum_over_ranks: %u numbers on rank %u, and %u on rank 0: all ranks "
+                            "must have as many",
+                            (unsigned)counts[r], (unsigned)r, (unsigned)counts[0]);
+        }
+    }
+    double *all = result == MS_RESULT_OK ? (double *)msi_alloc(&m->config.allocator, room) : NULL;
+    MSI_THEN(result, all ? msi_exchange_bytes(m, values, all, bytes)
+                         : msi_fail_memory(m, "the numbers of all ranks", room));
     for (uint32_t k = 0; k < count && result == MS_RESULT_OK; k++) {
         values[k] = 0.0;
         for (uint32_t r = 0; r < m->ranks.count; r++) {
@@ -10679,7 +10690,8 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
 }
 
 static MSI_COLD bool msi_has_collectives(const ms_comm *c) {
-    return c->all_reduce && c->reduce_scatter && c->all_gather && c->broadcast && c->barrier;
+    return c->all_reduce && c->reduce_scatter && c->all_gather && c->broadcast && c->barrier &&
+           !c->group_begin == !c->group_end;
 }
 
 /* What is wrong with a config with defaults filled in, and the number that is, or 0; NULL: nothing. */
@@ -10712,8 +10724,8 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "it out"},
         {c->allocator.resize && !c->allocator.alloc, 0.0,
          "allocator: alloc and release are missing: set them along with resize, or none"},
-        {!(c->comm_timeout >= 0.0) || !msi_is_finite(c->comm_timeout), c->comm_timeout,
-         "comm_timeout: it must be a number of seconds"},
+        {!(c->comm_timeout >= 0.0) || c->comm_timeout > 1e8, c->comm_timeout,
+         "comm_timeout: it must be a number of seconds, up to 1e8"},
         {c->comm.size == sizeof(ms_comm) && c->comm.count == 0 && c->comm.name, 0.0,
          c->comm.name}, // why ms_comm_mpi or ms_comm_nccl has made none
         {c->comm.size > 0 && (c->comm.size != sizeof(ms_comm) || c->comm.count == 0 ||
@@ -10722,7 +10734,9 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "comm: its size is not sizeof(ms_comm), its rank is not below its count, or there are too "
          "many ranks (1000)"},
         {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run && !msi_has_collectives(&c->comm),
-         0.0, "comm: a function is missing: all five collectives are required"},
+         0.0,
+         "comm: a function is missing: all five collectives are required, and group_begin and "
+         "group_end go together"},
         {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run &&
              !(c->backend.cast_vote && c->backend.count_votes && c->backend.network_copy &&
                c->backend.network_call &&

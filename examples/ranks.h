@@ -103,6 +103,8 @@ static int ranks_begin(int *argc, char ***argv) {
     if (MPI_Init_thread(argc, argv, MPI_THREAD_MULTIPLE, &granted) != MPI_SUCCESS) {
         return fail("MPI_Init_thread has failed");
     }
+    /* Else Open MPI ends the process where ranks call different functions, before the library can say so. */
+    MPI_Comm_set_errhandler(MPI_COMM_WORLD, MPI_ERRORS_RETURN);
     atexit(ranks_finalize);
     if (ms_comm_mpi(NULL, &ranks_job.comm) != MS_RESULT_OK) {
         return fail("ms_comm_mpi: %s", ranks_job.comm.name);

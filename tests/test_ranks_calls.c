@@ -1382,7 +1382,15 @@ static void play_refused(seat *s) {
     c.comm.name = "the reason for that";
     CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), c.comm.name));
     ms_destroy(m);
+    c = config_of(s);
+    c.comm_timeout = 1e300;
+    CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "comm_timeout"));
+    ms_destroy(m);
     bool fine = seat_start(s);
+    double numbers[2] = {1.0, 2.0};
+    CHECK(s, ms_sum_over_ranks(s->m, numbers, s->rank == 0 ? 2 : 1) == MS_RESULT_RANKS &&
+                 strstr(ms_last_error(s->m), "2 on rank 0"));
+    CHECK(s, ms_sum_over_ranks(s->m, numbers, 2) == MS_RESULT_OK);
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         fine = CHECK_OK(s, seat_feed(s, step, 0));
         if (step % s->of->ranks == s->rank) { // which asks no other rank
