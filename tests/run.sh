@@ -210,8 +210,8 @@ cell_nccl() {
     [ -f "${NCCL_INCLUDE-}/nccl.h" ] || skip 'no nccl.h in NCCL_INCLUDE'
     for compiler in gcc g++ clang clang++; do
         ! command -v $compiler > /dev/null ||
-            compile $compiler $body -DMEMSCALE_NCCL -isystem "$NCCL_INCLUDE" -isystem tests/emulation \
-                -fsyntax-only $program || return 1
+            compile $compiler -DMEMSCALE_IMPLEMENTATION -DMEMSCALE_NCCL -isystem "$NCCL_INCLUDE" -isystem tests/emulation \
+                -fsyntax-only tests/compile_program.c || return 1
     done
 }
 
