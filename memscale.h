@@ -8755,15 +8755,15 @@ enum { MSI_BENCH_STEP_BYTES = 512 };
    memory: factors, filled with the pattern that is everywhere, and a state that is not halted. */
 static int msi_bench_update(msi_bench *t) {
     uint8_t *device = (uint8_t *)t->device, *host = (uint8_t *)t->host;
-    const uint64_t half = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
+    const uint64_t each = (t->host_bytes - MSI_BENCH_STEP_BYTES) / 512 * 256;
     uint8_t *step = device + t->device_bytes - MSI_BENCH_STEP_BYTES;
     ms_update_args args = MSI_ZERO_INIT;
     args.kind = MS_OPTIMIZER_ADAMW;
-    args.count = half / sizeof(float);
+    args.count = each / sizeof(float);
     args.value = (float *)(void *)device;
-    args.gradient = (float *)(void *)(device + half);
+    args.gradient = (float *)(void *)(device + each);
     args.state[0] = (float *)(void *)host;
-    args.state[1] = (float *)(void *)(host + half);
+    args.state[1] = (float *)(void *)(host + each);
     args.beta1 = args.beta2 = 0.5f;
     args.epsilon = 1.0f;
     args.t = 1;
@@ -23997,11 +23997,11 @@ static void msi_choose_layers(msi_fold *f) {
         bool kept = true;
         f->layer_of[i] = i;
         if (run && i >= run->first) {
-            const uint32_t at = i - run->first, block = at / run->period, half = run->kept / 2;
+            const uint32_t at = i - run->first, block = at / run->period, one_half = run->kept / 2;
             const uint32_t lacking = run->count - run->kept, by = msi_stretched(run, block);
-            const uint32_t from = by < half ? 0 : lacking;
+            const uint32_t from = by < one_half ? 0 : lacking;
             f->layer_of[i] = run->first + (from + by) * run->period + at % run->period;
-            kept = block < half || block >= lacking + half;
+            kept = block < one_half || block >= lacking + one_half;
             run_number += at + 1 == run->count * run->period;
         }
         f->next[i] = kept ? count++ : MSI_NONE;
@@ -28330,15 +28330,15 @@ static bool msi_is_poison(msi_trial *t, const uint8_t *memory, bool on_host, uin
 // the stage
 
 /* Half number 0 or 1, or what follows them; NULL, if nothing needs a stage there. */
-static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t half) {
+static uint8_t *msi_stage_at(const msi_trial *t, int place, uint32_t part) {
     uint8_t *stage = (uint8_t *)t->debug->stage[place];
-    return stage ? stage + half * (t->debug->half_bytes[place] + MSI_SHIFT_BYTES) : NULL;
+    return stage ? stage + part * (t->debug->half_bytes[place] + MSI_SHIFT_BYTES) : NULL;
 }
 
 /* Where the operands of the run under way begin, in the half that it uses. */
 static uint8_t *msi_spot_at(const msi_trial *t, int place) {
-    uint8_t *half = msi_stage_at(t, place, t->spot & 1);
-    return half ? half + t->spot / 2 * (uint64_t)MSI_SPOT_BYTES : NULL;
+    uint8_t *one_half = msi_stage_at(t, place, t->spot & 1);
+    return one_half ? one_half + t->spot / 2 * (uint64_t)MSI_SPOT_BYTES : NULL;
 }
 
 /* Takes the next spot: in the half whose turn it is, and one that the layer has not been at in this
@@ -28350,9 +28350,9 @@ static MSI_COLD void msi_take_spot(msi_trial *t) {
     if (t->fixed_spot != MSI_NONE) {
         t->spot = t->fixed_spot;
     } else {
-        const uint64_t half = halves[!d->turn];
-        *used &= (*used & half) == half ? ~half : UINT64_MAX;
-        const uint64_t left = half & ~*used;
+        const uint64_t one_half = halves[!d->turn];
+        *used &= (*used & one_half) == one_half ? ~one_half : UINT64_MAX;
+        const uint64_t left = one_half & ~*used;
         t->spot = 0;
         while (!(left >> t->spot & 1)) {
             t->spot++;
@@ -28968,12 +28968,12 @@ static MSI_COLD void msi_set_scene(msi_trial *t) {
     }
     msi_set_outside(t);
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
-        const uint64_t half = d->half_bytes[place];
-        if (half > 0) {
+        const uint64_t one_half = d->half_bytes[place];
+        if (one_half > 0) {
             MSI_THEN(t->result, msi_fill(t->model, msi_stage_at(t, place, 0), place == 1, rest,
                                          d->stage_bytes[place]));
             MSI_THEN(t->result, msi_copy(t->model, msi_spot_at(t, place), place == 1,
-                                         msi_image_at(t, MSI_IMAGE_SCENE, place), true, half));
+                                         msi_image_at(t, MSI_IMAGE_SCENE, place), true, one_half));
         }
     }
 }
@@ -29110,9 +29110,9 @@ static bool msi_is_left(const msi_trial *t, const msi_staged *s, uint64_t at, ui
 
 /* Fails if the layer has written the first half of a gradient, as if it had 16 bits like the call. */
 static MSI_COLD void msi_check_width(msi_trial *t, const msi_staged *s) {
-    const uint64_t half = s->bytes / 2;
-    if (msi_is_narrow_call(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, half) &&
-        msi_is_left(t, s, half, half)) {
+    const uint64_t one_half = s->bytes / 2;
+    if (msi_is_narrow_call(t) && s->dtype == MS_DTYPE_F32 && !msi_is_left(t, s, 0, one_half) &&
+        msi_is_left(t, s, one_half, one_half)) {
         msi_fail_operand(t, "writes elements of 2 bytes to", s,
                          s->group == MSI_GROUP_GRAD_PARAM
                              ? "go by ms_view.dtype, which is f32 in calls in 16 bits too, unless "
@@ -29191,10 +29191,11 @@ static MSI_COLD void msi_check_rest(msi_trial *t) {
     const msi_pattern rest = msi_pattern_of(msi_poison_of_rest(t));
     for (int place = 0; place < MSI_PLACE_COUNT; place++) {
         uint8_t *begin = msi_stage_at(t, place, 0), *used = msi_spot_at(t, place);
-        const uint64_t before = begin ? (uint64_t)(used - begin) : 0, half = d->half_bytes[place];
+        const uint64_t before = begin ? (uint64_t)(used - begin) : 0,
+                       one_half = d->half_bytes[place];
         if (begin && (!msi_is_poison(t, begin, place == 1, before, &rest) ||
-                      !msi_is_poison(t, used + half, place == 1,
-                                     d->stage_bytes[place] - before - half, &rest))) {
+                      !msi_is_poison(t, used + one_half, place == 1,
+                                     d->stage_bytes[place] - before - one_half, &rest))) {
             msi_fail_contract(t, "writes to", "memory of an earlier call",
                               "take all pointers from the present call, workspace included, and "
                               "keep none");
@@ -30397,13 +30398,13 @@ static MSI_COLD void msi_run_trials(msi_trial *t) {
     uint64_t hashes[MS_LIMIT_OUT] = MSI_ZERO_INIT;
     bool evals = false;
     if (!once && msi_act(t, &first)) {
-        const uint32_t half = t->spot & 1;
+        const uint32_t one_half = t->spot & 1;
         msi_check_outside(t);
         evals = tries && msi_hash_eval(t, hashes);
         if (op == MSI_OP_BACKWARD && keeps) { // others may have run since forward
             msi_try_recomputes(t);
         }
-        t->debug->turn = half; // the other half is next
+        t->debug->turn = one_half; // the other half is next
     }
     if (!msi_act(t, &last)) {
         return;
@@ -31011,8 +31012,9 @@ static MSI_COLD void msi_size_debug(const ms_model *m, const msi_store *store, m
             d->half_bytes[0] =
                 msi_larger(d->half_bytes[0], msi_update_array_at(most, MSI_UPDATE_ARRAYS));
         }
-        const uint64_t half = d->half_bytes[place], tail = msi_smaller(half, MSI_TAIL_BYTES);
-        d->stage_bytes[place] = half > 0 ? 2 * (half + MSI_SHIFT_BYTES) + tail : 0;
+        const uint64_t one_half = d->half_bytes[place],
+                       tail = msi_smaller(one_half, MSI_TAIL_BYTES);
+        d->stage_bytes[place] = one_half > 0 ? 2 * (one_half + MSI_SHIFT_BYTES) + tail : 0;
     }
     d->image_bytes = d->half_bytes[0] + d->half_bytes[1];
     d->images_bytes = MSI_IMAGE_COUNT * d->image_bytes;
@@ -35028,7 +35030,7 @@ static void msi_add_to_sum(msi_sum *s, const void *data, uint64_t bytes) {
 
 static uint64_t msi_end_sum(const msi_sum *s) {
     uint64_t hash = MSI_SUM_5, word;
-    uint32_t half, at = 0;
+    uint32_t one_half, at = 0;
     if (s->bytes >= 32) {
         hash = msi_rotate(s->lane[0], 1) + msi_rotate(s->lane[1], 7) + msi_rotate(s->lane[2], 12) +
                msi_rotate(s->lane[3], 18);
@@ -35043,8 +35045,8 @@ static uint64_t msi_end_sum(const msi_sum *s) {
         hash = msi_rotate(hash ^ msi_sum_round(0, word), 27) * MSI_SUM_1 + MSI_SUM_4;
     }
     for (; at + 4 <= rest; at += 4) {
-        memcpy(&half, s->rest + at, sizeof half);
-        hash = msi_rotate(hash ^ half * MSI_SUM_1, 23) * MSI_SUM_2 + MSI_SUM_3;
+        memcpy(&one_half, s->rest + at, sizeof one_half);
+        hash = msi_rotate(hash ^ one_half * MSI_SUM_1, 23) * MSI_SUM_2 + MSI_SUM_3;
     }
     for (; at < rest; at++) {
         hash = msi_rotate(hash ^ s->rest[at] * MSI_SUM_5, 11) * MSI_SUM_1;
