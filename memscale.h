@@ -10689,9 +10689,37 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
            !((l->initial > 0.0f ? l->initial : 65536.0f) < l->least);
 }
 
-static MSI_COLD bool msi_has_collectives(const ms_comm *c) {
-    return c->all_reduce && c->reduce_scatter && c->all_gather && c->broadcast && c->barrier &&
-           !c->group_begin == !c->group_end;
+/* What is wrong with the comm of a config, as below. One that could not be made is named by the reason. */
+static MSI_COLD const char *msi_comm_fault(const ms_config *c, double *number) {
+    const ms_comm *comm = &c->comm;
+    const ms_backend *b = &c->backend;
+    if (comm->size == sizeof *comm && comm->count == 0 && comm->name) {
+        return comm->name;
+    }
+    if (comm->size > 0 && (comm->size != sizeof *comm || comm->count == 0 ||
+                           comm->rank >= comm->count || comm->count > MSI_MOST_RANKS)) {
+        *number = (double)comm->count;
+        return "comm: its size is not sizeof(ms_comm), its rank is not below its count, or there "
+               "are too many ranks (1000)";
+    }
+    if (comm->size == 0 || comm->count == 1) {
+        return NULL;
+    }
+    if (c->cuda_graph && !comm->on_device) {
+        return "cuda_graph: only collectives of a comm that is on_device, as of NCCL, can be "
+               "recorded: take one, or leave cuda_graph off";
+    }
+    const bool has_collectives = comm->all_reduce && comm->reduce_scatter && comm->all_gather &&
+                                 comm->broadcast && comm->barrier;
+    const bool has_votes = b->cast_vote && b->count_votes && b->network_copy && b->network_call;
+    return c->dry_run ? NULL
+           : !has_collectives || !comm->group_begin != !comm->group_end
+               ? "comm: a function is missing: all five collectives are required, and group_begin "
+                 "and group_end go together"
+           : !has_votes || (comm->on_device && !(b->network_stream && b->query))
+               ? "comm: the backend lacks cast_vote or a function that is listed with it, or query "
+                 "for a comm that is on_device"
+               : NULL;
 }
 
 /* What is wrong with a config with defaults filled in, and the number that is, or 0; NULL: nothing. */
@@ -10726,27 +10754,6 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
          "allocator: alloc and release are missing: set them along with resize, or none"},
         {!(c->comm_timeout >= 0.0) || c->comm_timeout > 1e8, c->comm_timeout,
          "comm_timeout: it must be a number of seconds, up to 1e8"},
-        {c->comm.size == sizeof(ms_comm) && c->comm.count == 0 && c->comm.name, 0.0,
-         c->comm.name}, // why ms_comm_mpi or ms_comm_nccl has made none
-        {c->comm.size > 0 && (c->comm.size != sizeof(ms_comm) || c->comm.count == 0 ||
-                              c->comm.rank >= c->comm.count || c->comm.count > MSI_MOST_RANKS),
-         (double)c->comm.count,
-         "comm: its size is not sizeof(ms_comm), its rank is not below its count, or there are too "
-         "many ranks (1000)"},
-        {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run && !msi_has_collectives(&c->comm),
-         0.0,
-         "comm: a function is missing: all five collectives are required, and group_begin and "
-         "group_end go together"},
-        {c->comm.size > 0 && c->comm.count > 1 && !c->dry_run &&
-             !(c->backend.cast_vote && c->backend.count_votes && c->backend.network_copy &&
-               c->backend.network_call &&
-               ((c->backend.network_stream && c->backend.query) || !c->comm.on_device)),
-         0.0,
-         "comm: the backend lacks cast_vote or a function that is listed with it, or query for a "
-         "comm that is on_device"},
-        {c->cuda_graph && c->comm.size > 0 && c->comm.count > 1 && !c->comm.on_device, 0.0,
-         "cuda_graph: only collectives of a comm that is on_device, as of NCCL, can be recorded: "
-         "take one, or leave cuda_graph off"},
         {c->memory && c->arena, 0.0,
          "memory: it cannot be lent to a model that shares an arena: lend each of the two alone"},
         {c->memory && c->memory_bytes == 0, 0.0,
@@ -10788,7 +10795,7 @@ static MSI_COLD const char *msi_config_fault(const ms_config *c, double *number)
             return checks[i].text;
         }
     }
-    return NULL;
+    return msi_comm_fault(c, number);
 }
 
 /* What is wrong with the description of a device, or NULL. */

@@ -155,17 +155,6 @@ typedef struct seat {
     ms_arena *arena;
 } seat;
 
-static bool check(seat *s, bool holds, const char *what, int line) {
-    char *text = s->of->failure[s->rank];
-    if (!holds && text[0] == 0) {
-        snprintf(text, TEXT, "line %d: %s; %s", line, what, ms_last_error(s->m));
-    }
-    return holds;
-}
-
-#define CHECK(s, holds)     check(s, holds, #holds, __LINE__)
-#define CHECK_OK(s, result) CHECK(s, (result) == MS_RESULT_OK)
-
 static double now_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
@@ -222,7 +211,7 @@ static void seat_create(seat *s, int64_t rows, int64_t largest) {
 
 static bool seat_start(seat *s) {
     seat_create(s, ROWS, ROWS);
-    return CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, toy_write_params(s->n));
+    return TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, toy_write_params(s->n));
 }
 
 static ms_result seat_feed(seat *s, uint32_t step, uint32_t micro) {
@@ -234,8 +223,8 @@ static bool seat_step(seat *s, uint32_t step) {
     double loss = 0.0, sum = 0.0;
     bool fine = true;
     for (uint32_t micro = 0; micro < s->of->micros && fine; ++micro) {
-        fine = CHECK_OK(s, seat_feed(s, step, micro)) &&
-               CHECK_OK(s, s->pass ? s->pass(s, &loss) : ms_step(s->m, &loss));
+        fine = TC_CHECK_OK(s, seat_feed(s, step, micro)) &&
+               TC_CHECK_OK(s, s->pass ? s->pass(s, &loss) : ms_step(s->m, &loss));
         sum += loss;
     }
     s->of->losses[s->rank][step] = sum;
@@ -244,8 +233,8 @@ static bool seat_step(seat *s, uint32_t step) {
 
 static void seat_end(seat *s) {
     scene *of = s->of;
-    CHECK_OK(s, toy_see(s->n, of->ended[s->rank], true));
-    CHECK_OK(s, ms_report(s->m, &of->report[s->rank]));
+    TC_CHECK_OK(s, toy_see(s->n, of->ended[s->rank], true));
+    TC_CHECK_OK(s, ms_report(s->m, &of->report[s->rank]));
 }
 
 static void *work(uint32_t rank, void *argument) {
@@ -259,7 +248,7 @@ static void *work(uint32_t rank, void *argument) {
         s->of->world.ranks[rank].comm.abort(&s->of->world.ranks[rank]);
     }
     ms_destroy(s->m);
-    CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
+    TC_CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
     free(s);
     return NULL;
 }
@@ -454,21 +443,22 @@ static void play_gradients(seat *s) {
     for (uint32_t step = 0; step < GRADIENT_STEPS && fine; ++step) {
         uint32_t point = 0;
         float params[FLOATS];
-        fine = CHECK_OK(s, toy_see(s->n, params, false));
+        fine = TC_CHECK_OK(s, toy_see(s->n, params, false));
         if (s->rank == 0) {
             memcpy(of->before[step], params, sizeof params);
         }
         read_gradients(s, step, point++);
         for (uint32_t micro = 0; micro < of->micros && fine; ++micro) {
-            fine = CHECK_OK(s, seat_feed(s, step, micro)) && CHECK_OK(s, ms_forward(s->m, NULL));
+            fine =
+                TC_CHECK_OK(s, seat_feed(s, step, micro)) && TC_CHECK_OK(s, ms_forward(s->m, NULL));
             read_gradients(s, step, point++);
-            fine = fine && CHECK_OK(s, ms_backward(s->m));
+            fine = fine && TC_CHECK_OK(s, ms_backward(s->m));
             read_gradients(s, step, point++);
         }
         if (of->clip_norm > 0.0f) {
-            CHECK_OK(s, ms_gradient_norm(s->m, &norm));
+            TC_CHECK_OK(s, ms_gradient_norm(s->m, &norm));
         }
-        fine = fine && CHECK_OK(s, ms_update(s->m));
+        fine = fine && TC_CHECK_OK(s, ms_update(s->m));
         read_gradients(s, step, point++);
     }
     of->calls_to[s->rank] = of->world.ranks[s->rank].calls;
@@ -595,7 +585,7 @@ static int read_in_backward(const ms_call *call) {
         const bool reads = s->of->level == 0 || s->of->level == 1;
         const ms_result result = reads ? ms_read(s->m, gradient, values) : MS_RESULT_ORDER;
         const bool is_own = s->of->micros == 2 && s->of->level == 0 && s->m->run.micro == 0;
-        CHECK(s, result == (is_own ? MS_RESULT_OK : MS_RESULT_ORDER));
+        TC_CHECK(s, result == (is_own ? MS_RESULT_OK : MS_RESULT_ORDER));
     }
     return t_backward(&inner);
 }
@@ -625,18 +615,19 @@ static void play_wanted(seat *s) {
     scene *of = s->of;
     seat_create(s, ROWS, ROWS);
     ms_want_gradient(s->m, s->n->x);
-    bool fine = CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, toy_write_params(s->n));
-    fine = fine && CHECK_OK(s, toy_see(s->n, of->ended[s->rank], false));
+    bool fine = TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, toy_write_params(s->n));
+    fine = fine && TC_CHECK_OK(s, toy_see(s->n, of->ended[s->rank], false));
     for (uint32_t micro = 0; micro < of->micros && fine; ++micro) {
         const ms_tensor gradient = ms_gradient(s->m, s->n->x);
-        fine = CHECK_OK(s, seat_feed(s, 0, micro));
+        fine = TC_CHECK_OK(s, seat_feed(s, 0, micro));
         if (of->variant == 0) {
-            fine = fine && CHECK_OK(s, ms_forward(s->m, NULL)) && CHECK_OK(s, ms_backward(s->m));
+            fine =
+                fine && TC_CHECK_OK(s, ms_forward(s->m, NULL)) && TC_CHECK_OK(s, ms_backward(s->m));
         } else {
-            fine = fine && CHECK_OK(s, ms_step(s->m, NULL));
+            fine = fine && TC_CHECK_OK(s, ms_step(s->m, NULL));
         }
-        fine = fine && CHECK_OK(s, ms_read(s->m, gradient, of->of_x[s->rank][micro]));
-        CHECK(s, !fine || ms_data(s->m, gradient) != NULL);
+        fine = fine && TC_CHECK_OK(s, ms_read(s->m, gradient, of->of_x[s->rank][micro]));
+        TC_CHECK(s, !fine || ms_data(s->m, gradient) != NULL);
     }
 }
 
@@ -663,26 +654,26 @@ static void play_own_updates(seat *s) {
     bool fine = seat_start(s);
     for (uint32_t step = 0; step < GRADIENT_STEPS && fine; ++step) {
         float params[FLOATS], *at = params;
-        fine = CHECK_OK(s, toy_see(s->n, params, false));
+        fine = TC_CHECK_OK(s, toy_see(s->n, params, false));
         if (s->rank == 0) {
             memcpy(of->before[step], params, sizeof params);
         }
         for (uint32_t micro = 0; micro < of->micros && fine; ++micro) {
-            fine = CHECK_OK(s, seat_feed(s, step, micro));
+            fine = TC_CHECK_OK(s, seat_feed(s, step, micro));
             if (of->variant == 0) {
-                fine =
-                    fine && CHECK_OK(s, ms_forward(s->m, NULL)) && CHECK_OK(s, ms_backward(s->m));
+                fine = fine && TC_CHECK_OK(s, ms_forward(s->m, NULL)) &&
+                       TC_CHECK_OK(s, ms_backward(s->m));
             } else {
-                fine = fine && CHECK_OK(s, ms_step(s->m, NULL));
+                fine = fine && TC_CHECK_OK(s, ms_step(s->m, NULL));
             }
         }
         const uint32_t point = 2 * of->micros + (of->variant > 0);
         for (int k = 0; k < 2 && fine; ++k) { // also after ms_update
-            fine = k == 0 || of->variant > 0 || CHECK_OK(s, ms_update(s->m));
+            fine = k == 0 || of->variant > 0 || TC_CHECK_OK(s, ms_update(s->m));
             read_gradients(s, step, point);
             for (int i = 0; i < PARAMS; ++i) {
                 const reading *is = &of->gradients[s->rank][step][point][i];
-                fine = fine && CHECK(s, is->result == MS_RESULT_OK && is->is_same);
+                fine = fine && TC_CHECK(s, is->result == MS_RESULT_OK && is->is_same);
             }
         }
         for (int i = 0; i < PARAMS && fine; at += counts[i++]) {
@@ -691,7 +682,7 @@ static void play_own_updates(seat *s) {
                 at[e] -= 0.1f * is->values[e];
             }
         }
-        fine = fine && CHECK_OK(s, toy_put(s->n, params));
+        fine = fine && TC_CHECK_OK(s, toy_put(s->n, params));
     }
     seat_end(s);
 }
@@ -725,14 +716,14 @@ static void play_early_ends(seat *s) {
     scene *of = s->of;
     bool fine = seat_start(s);
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
-        fine = CHECK_OK(s, toy_feed(s->n, step * of->ranks + s->rank)) &&
-               CHECK_OK(s, ms_step(s->m, &of->losses[s->rank][step])) &&
-               CHECK_OK(s, ms_update(s->m));
+        fine = TC_CHECK_OK(s, toy_feed(s->n, step * of->ranks + s->rank)) &&
+               TC_CHECK_OK(s, ms_step(s->m, &of->losses[s->rank][step])) &&
+               TC_CHECK_OK(s, ms_update(s->m));
         read_gradients(s, 0, 0);
         for (int i = 0; i < PARAMS && fine; ++i) {
             const reading *is = &of->gradients[s->rank][0][0][i];
             const bool waits = of->level == 1;
-            CHECK(s, is->result == (waits ? MS_RESULT_ORDER : MS_RESULT_OK) && is->is_same);
+            TC_CHECK(s, is->result == (waits ? MS_RESULT_ORDER : MS_RESULT_OK) && is->is_same);
         }
     }
     seat_end(s);
@@ -768,30 +759,30 @@ static void call_between_slices(seat *s) {
     const int64_t size = ROWS;
     ms_snapshot *snapshot = NULL;
     const bool early = s->m->run.updates_done == 0;
-    CHECK(s, ms_sum_over_ranks(s->m, &one, 1) == MS_RESULT_ORDER && one == 1.0);
+    TC_CHECK(s, ms_sum_over_ranks(s->m, &one, 1) == MS_RESULT_ORDER && one == 1.0);
     for (int i = 0; i < PARAMS; ++i) {
         const ms_tensor param = s->n->param[i], state = ms_optimizer_state(s->m, param, 0);
         const bool reads[] = {early && of->level < 3, early && of->level < 1, false};
         const ms_tensor of_param[] = {param, state, ms_gradient(s->m, param)};
         for (int k = 0; k < 3; ++k) {
             const ms_result result = ms_read(s->m, of_param[k], values);
-            CHECK(s, result == (reads[k] ? MS_RESULT_OK : MS_RESULT_ORDER));
-            CHECK(s, reads[k] || ms_data(s->m, of_param[k]) == NULL);
+            TC_CHECK(s, result == (reads[k] ? MS_RESULT_OK : MS_RESULT_ORDER));
+            TC_CHECK(s, reads[k] || ms_data(s->m, of_param[k]) == NULL);
         }
-        CHECK(s, ms_write(s->m, param, values) == MS_RESULT_ORDER);
+        TC_CHECK(s, ms_write(s->m, param, values) == MS_RESULT_ORDER);
     }
-    CHECK_OK(s, ms_read(s->m, s->n->x, values));
-    CHECK(s, ms_step(s->m, NULL) == MS_RESULT_ORDER);
-    CHECK(s, ms_eval(s->m, NULL) == MS_RESULT_ORDER);
-    CHECK(s, ms_forward(s->m, NULL) == MS_RESULT_ORDER);
-    CHECK(s, ms_backward(s->m) == MS_RESULT_ORDER);
-    CHECK(s, ms_update(s->m) == MS_RESULT_ORDER);
-    CHECK(s, ms_gradient_norm(s->m, &one) == MS_RESULT_ORDER);
-    CHECK(s, ms_wrap(s->m) == MS_RESULT_ORDER);
-    CHECK(s, ms_detach(s->m) == MS_RESULT_ORDER);
-    CHECK(s, ms_reshape(s->m, &size) == MS_RESULT_ORDER);
-    CHECK(s, ms_set_step_count(s->m, 7) == MS_RESULT_ORDER);
-    CHECK(s, ms_save_begin(s->m, NULL, &snapshot) == MS_RESULT_ORDER);
+    TC_CHECK_OK(s, ms_read(s->m, s->n->x, values));
+    TC_CHECK(s, ms_step(s->m, NULL) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_eval(s->m, NULL) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_forward(s->m, NULL) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_backward(s->m) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_update(s->m) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_gradient_norm(s->m, &one) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_wrap(s->m) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_detach(s->m) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_reshape(s->m, &size) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_set_step_count(s->m, 7) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_save_begin(s->m, NULL, &snapshot) == MS_RESULT_ORDER);
     ms_snapshot_free(snapshot);
 }
 
@@ -816,8 +807,9 @@ static ms_result pass_in_slices(seat *s, double *loss) {
         if (of->variant == SLICES_SUSPEND_ALL ||
             (of->variant == SLICES_SUSPEND_FIRST && s->rank == 0)) {
             const ms_result suspended = ms_suspend(s->m, NULL);
-            CHECK(s, suspended == MS_RESULT_OK && ms_read(s->m, s->n->x, s->lent) != MS_RESULT_OK);
-            CHECK_OK(s, ms_resume(s->m));
+            TC_CHECK(s,
+                     suspended == MS_RESULT_OK && ms_read(s->m, s->n->x, s->lent) != MS_RESULT_OK);
+            TC_CHECK_OK(s, ms_resume(s->m));
         }
     }
     return result;
@@ -857,10 +849,10 @@ enum { SUSPEND_FIRST, SUSPEND_ALL, SUSPEND_IN_STEPS, SUSPEND_VARIANTS };
 
 static void suspend(seat *s, bool also) {
     if (also) {
-        CHECK_OK(s, ms_suspend(s->m, NULL));
-        CHECK(s, ms_step(s->m, NULL) == MS_RESULT_ORDER);
-        CHECK(s, ms_read(s->m, s->n->param[0], s->lent[0]) == MS_RESULT_ORDER);
-        CHECK_OK(s, ms_resume(s->m));
+        TC_CHECK_OK(s, ms_suspend(s->m, NULL));
+        TC_CHECK(s, ms_step(s->m, NULL) == MS_RESULT_ORDER);
+        TC_CHECK(s, ms_read(s->m, s->n->param[0], s->lent[0]) == MS_RESULT_ORDER);
+        TC_CHECK_OK(s, ms_resume(s->m));
     }
 }
 
@@ -908,9 +900,9 @@ static void play_reshaped(seat *s) {
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         const int64_t *size = &sizes[step], one = 1;
         if (s->of->variant > 0) { // there and back
-            fine = CHECK_OK(s, ms_reshape(s->m, &one));
+            fine = TC_CHECK_OK(s, ms_reshape(s->m, &one));
         }
-        fine = fine && CHECK_OK(s, ms_reshape(s->m, size));
+        fine = fine && TC_CHECK_OK(s, ms_reshape(s->m, size));
         s->n->rows = *size;
         fine = fine && seat_step(s, step);
     }
@@ -923,9 +915,9 @@ static void play_new_sizes(seat *s) {
         ms_destroy(s->m);
         memset(s->n, 0, sizeof *s->n);
         seat_create(s, sizes[step], sizes[step]);
-        fine = CHECK_OK(s, ms_wrap(s->m));
-        fine = fine && CHECK_OK(s, step == 0 ? toy_write_params(s->n)
-                                             : toy_put(s->n, s->of->ended[s->rank]));
+        fine = TC_CHECK_OK(s, ms_wrap(s->m));
+        fine = fine && TC_CHECK_OK(s, step == 0 ? toy_write_params(s->n)
+                                                : toy_put(s->n, s->of->ended[s->rank]));
         fine = fine && seat_step(s, step);
         seat_end(s);
     }
@@ -952,17 +944,17 @@ static void play_budgets(seat *s) {
     scene *of = s->of;
     uint64_t least = 0;
     ms_memory_report r;
-    bool fine = seat_start(s) && CHECK_OK(s, ms_smallest_budget(s->m, &least));
+    bool fine = seat_start(s) && TC_CHECK_OK(s, ms_smallest_budget(s->m, &least));
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         const uint64_t more[STEPS] = {0, 256, 4096};
         const uint64_t own = least + (s->rank == step % of->ranks ? more[step] : 1 << 16);
         if (of->variant > 0) {
             ms_set_budget(s->m, s->rank == of->ranks - 1 ? 100 : 1 << 20);
-            CHECK(s, ms_wrap(s->m) == MS_RESULT_BUDGET);
+            TC_CHECK(s, ms_wrap(s->m) == MS_RESULT_BUDGET);
         }
         ms_set_budget(s->m, own);
-        fine = CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, ms_report(s->m, &r));
-        fine = fine && CHECK(s, r.budget_bytes == least + more[step] && r.arena_bytes <= own);
+        fine = TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, ms_report(s->m, &r));
+        fine = fine && TC_CHECK(s, r.budget_bytes == least + more[step] && r.arena_bytes <= own);
         fine = fine && seat_step(s, step);
     }
     seat_end(s);
@@ -994,9 +986,9 @@ static void play_loans(seat *s) {
         const ms_tensor param = s->n->param[i];
         const ms_tensor lent[LOANS] = {param, ms_gradient(s->m, param),
                                        ms_optimizer_state(s->m, param, 0)};
-        CHECK_OK(s, ms_borrow(s->m, lent[variant], s->lent[i]));
+        TC_CHECK_OK(s, ms_borrow(s->m, lent[variant], s->lent[i]));
     }
-    bool fine = CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, toy_write_params(s->n));
+    bool fine = TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, toy_write_params(s->n));
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         if (variant == LOAN_GRADIENT) {
             memset(s->lent, 0, sizeof s->lent);
@@ -1006,8 +998,8 @@ static void play_loans(seat *s) {
     seat_end(s);
     for (int i = 1, at = (int)counts[0]; i < 3; at += (int)counts[i++]) {
         const float *ended = &s->of->ended[s->rank][at + (variant == LOAN_STATE ? FLOATS : 0)];
-        CHECK(s, variant == LOAN_GRADIENT ||
-                     memcmp(ended, s->lent[i], counts[i] * sizeof(float)) == 0);
+        TC_CHECK(s, variant == LOAN_GRADIENT ||
+                        memcmp(ended, s->lent[i], counts[i] * sizeof(float)) == 0);
     }
 }
 
@@ -1030,15 +1022,15 @@ static void play_borrowed_gradient(seat *s) {
     scene *of = s->of;
     float *at = of->ended[s->rank];
     seat_create(s, ROWS, ROWS);
-    CHECK_OK(s, ms_borrow(s->m, ms_gradient(s->m, s->n->param[1]), s->lent[1]));
-    bool fine = CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, toy_write_params(s->n)) &&
-                CHECK_OK(s, toy_see(s->n, at, false));
+    TC_CHECK_OK(s, ms_borrow(s->m, ms_gradient(s->m, s->n->param[1]), s->lent[1]));
+    bool fine = TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, toy_write_params(s->n)) &&
+                TC_CHECK_OK(s, toy_see(s->n, at, false));
     for (uint32_t micro = 0; micro < of->micros && fine; ++micro) {
-        fine = CHECK_OK(s, seat_feed(s, 0, micro)) && CHECK_OK(s, ms_forward(s->m, NULL)) &&
-               CHECK_OK(s, ms_backward(s->m));
+        fine = TC_CHECK_OK(s, seat_feed(s, 0, micro)) && TC_CHECK_OK(s, ms_forward(s->m, NULL)) &&
+               TC_CHECK_OK(s, ms_backward(s->m));
     }
-    CHECK_OK(s, ms_read(s->m, ms_gradient(s->m, s->n->param[1]), s->lent[0]));
-    CHECK(s, memcmp(s->lent[0], s->lent[1], sizeof s->lent[0]) == 0);
+    TC_CHECK_OK(s, ms_read(s->m, ms_gradient(s->m, s->n->param[1]), s->lent[0]));
+    TC_CHECK(s, memcmp(s->lent[0], s->lent[1], sizeof s->lent[0]) == 0);
     memcpy(at + FLOATS, s->lent[1], sizeof s->lent[1]);
 }
 
@@ -1072,7 +1064,7 @@ static void turn_to(seat *s, int k) {
 static void play_arena(seat *s) {
     scene *of = s->of;
     ms_allocator allocator = t_heap_allocator(&s->heap);
-    CHECK_OK(s, ms_arena_create(NULL, &allocator, &s->arena));
+    TC_CHECK_OK(s, ms_arena_create(NULL, &allocator, &s->arena));
     bool fine = seat_start(s);
     turn_to(s, 1);
     fine = seat_start(s) && fine;
@@ -1080,21 +1072,21 @@ static void play_arena(seat *s) {
         turn_to(s, 0);
         fine = seat_step(s, step);
         if (of->variant > 0 && of->micros == 1 && fine) {
-            fine = CHECK_OK(s, toy_feed(s->n, 1000 + s->rank)) &&
-                   CHECK_OK(s, ms_forward(s->m, NULL)) &&
-                   (step == 1 || CHECK_OK(s, ms_backward(s->m)));
+            fine = TC_CHECK_OK(s, toy_feed(s->n, 1000 + s->rank)) &&
+                   TC_CHECK_OK(s, ms_forward(s->m, NULL)) &&
+                   (step == 1 || TC_CHECK_OK(s, ms_backward(s->m)));
         }
         turn_to(s, 1);
         fine = fine && seat_step(s, step);
     }
     turn_to(s, 0);
-    CHECK(s, ms_read(s->m, ms_gradient(s->m, s->n->param[0]), s->lent[0]) ==
-                 (of->micros == 2 && of->level != 1 ? MS_RESULT_OK : MS_RESULT_ORDER));
-    CHECK(s, ms_update(s->m) == MS_RESULT_ORDER);
-    CHECK_OK(s, toy_see(s->n, s->seen, true));
+    TC_CHECK(s, ms_read(s->m, ms_gradient(s->m, s->n->param[0]), s->lent[0]) ==
+                    (of->micros == 2 && of->level != 1 ? MS_RESULT_OK : MS_RESULT_ORDER));
+    TC_CHECK(s, ms_update(s->m) == MS_RESULT_ORDER);
+    TC_CHECK_OK(s, toy_see(s->n, s->seen, true));
     turn_to(s, 1);
     seat_end(s);
-    CHECK(s, memcmp(of->ended[s->rank], s->seen, sizeof s->seen) == 0);
+    TC_CHECK(s, memcmp(of->ended[s->rank], s->seen, sizeof s->seen) == 0);
     ms_destroy(s->toys[0].m);
     ms_arena_destroy(s->arena);
 }
@@ -1146,15 +1138,15 @@ static void play_long(seat *s) {
     scene *of = s->of;
     bool fine = seat_start(s);
     uint64_t least = 0;
-    fine = fine && CHECK_OK(s, ms_smallest_budget(s->m, &least));
+    fine = fine && TC_CHECK_OK(s, ms_smallest_budget(s->m, &least));
     ms_set_budget(s->m, least + 128 + 64 * s->rank);
-    fine = fine && CHECK_OK(s, ms_wrap(s->m));
+    fine = fine && TC_CHECK_OK(s, ms_wrap(s->m));
     for (uint32_t step = 0; step < STEPS && fine; ++step) { // warm, timed, planned again
         fine = seat_step(s, step);
     }
     seat_end(s);
-    CHECK(s, of->alter != alter_profiling ||
-                 of->report[s->rank].time_source == MS_TIME_SOURCE_MEASURED);
+    TC_CHECK(s, of->alter != alter_profiling ||
+                    of->report[s->rank].time_source == MS_TIME_SOURCE_MEASURED);
 }
 
 static void test_profiling(void **state) {
@@ -1220,7 +1212,7 @@ static int read_file(void *user, uint64_t offset, void *data, size_t bytes) {
 static void save_plan(seat *s) {
     const ms_sink sink = {write_file, s->of};
     if (s->rank == 0) {
-        CHECK_OK(s, ms_plan_save(s->m, &sink));
+        TC_CHECK_OK(s, ms_plan_save(s->m, &sink));
     }
 }
 
@@ -1247,16 +1239,16 @@ static void alter_dry(seat *s, ms_config *config) {
 
 static void play_planned(seat *s) {
     seat_create(s, ROWS, ROWS);
-    if (CHECK_OK(s, ms_wrap(s->m))) {
-        CHECK_OK(s, ms_report(s->m, &s->of->report[s->rank]));
+    if (TC_CHECK_OK(s, ms_wrap(s->m))) {
+        TC_CHECK_OK(s, ms_report(s->m, &s->of->report[s->rank]));
         save_plan(s);
     }
 }
 
 static void play_loaded(seat *s) {
     seat_create(s, ROWS, ROWS);
-    bool fine = CHECK_OK(s, load_plan(s)) && CHECK_OK(s, ms_wrap(s->m)) &&
-                CHECK_OK(s, toy_write_params(s->n));
+    bool fine = TC_CHECK_OK(s, load_plan(s)) && TC_CHECK_OK(s, ms_wrap(s->m)) &&
+                TC_CHECK_OK(s, toy_write_params(s->n));
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
         fine = seat_step(s, step);
     }
@@ -1332,7 +1324,7 @@ static void play_addresses(seat *s) {
     const int level = 3;
     bool fine = seat_start(s);
     if (of->variant == 0 || s->rank == 1) {
-        CHECK(s, ms_data(s->m, s->n->param[1]) != NULL);
+        TC_CHECK(s, ms_data(s->m, s->n->param[1]) != NULL);
     }
     for (int i = 0; i < PARAMS; ++i) {
         ms_set_tensor_technique(s->m, handle_for(s->n, i, level), MS_TECHNIQUE_SHARDING,
@@ -1340,8 +1332,8 @@ static void play_addresses(seat *s) {
     }
     note(s, 0, ms_wrap(s->m));
     if (of->variant == 0) {
-        CHECK(s, ms_data(s->m, s->n->param[1]) != NULL);
-        CHECK(s, (ms_data(s->m, s->n->param[0]) == NULL) == (level == 3));
+        TC_CHECK(s, ms_data(s->m, s->n->param[1]) != NULL);
+        TC_CHECK(s, (ms_data(s->m, s->n->param[0]) == NULL) == (level == 3));
     }
     for (uint32_t step = 0; step < STEPS && fine && of->variant == 0; ++step) {
         fine = seat_step(s, step);
@@ -1375,27 +1367,27 @@ static void play_refused(seat *s) {
     ms_config c = config_of(s);
     ms_model *m = NULL;
     c.cuda_graph = true;
-    CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "cuda_graph"));
+    TC_CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "cuda_graph"));
     ms_destroy(m);
     c = config_of(s);
     c.comm.count = 0; // as of a comm that could not be made
     c.comm.name = "the reason for that";
-    CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), c.comm.name));
+    TC_CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), c.comm.name));
     ms_destroy(m);
     c = config_of(s);
     c.comm_timeout = 1e300;
-    CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "comm_timeout"));
+    TC_CHECK(s, ms_create(&c, &m) == MS_RESULT_INVALID && strstr(ms_last_error(m), "comm_timeout"));
     ms_destroy(m);
     bool fine = seat_start(s);
     double numbers[2] = {1.0, 2.0};
-    CHECK(s, ms_sum_over_ranks(s->m, numbers, s->rank == 0 ? 2 : 1) == MS_RESULT_RANKS &&
-                 strstr(ms_last_error(s->m), "2 on rank 0"));
-    CHECK(s, ms_sum_over_ranks(s->m, numbers, 2) == MS_RESULT_OK);
+    TC_CHECK(s, ms_sum_over_ranks(s->m, numbers, s->rank == 0 ? 2 : 1) == MS_RESULT_RANKS &&
+                    strstr(ms_last_error(s->m), "2 on rank 0"));
+    TC_CHECK(s, ms_sum_over_ranks(s->m, numbers, 2) == MS_RESULT_OK);
     for (uint32_t step = 0; step < STEPS && fine; ++step) {
-        fine = CHECK_OK(s, seat_feed(s, step, 0));
+        fine = TC_CHECK_OK(s, seat_feed(s, step, 0));
         if (step % s->of->ranks == s->rank) { // which asks no other rank
-            CHECK(s, ms_verify(s->m, NULL, NULL, &report) == MS_RESULT_UNSUPPORTED);
-            CHECK(s, ms_find_nonfinite(s->m, &found) == MS_RESULT_UNSUPPORTED);
+            TC_CHECK(s, ms_verify(s->m, NULL, NULL, &report) == MS_RESULT_UNSUPPORTED);
+            TC_CHECK(s, ms_find_nonfinite(s->m, &found) == MS_RESULT_UNSUPPORTED);
         }
         fine = fine && seat_step(s, step);
     }
@@ -1434,7 +1426,7 @@ static void play_jobs(seat *s) {
         c.parallel.run = run_jobs;
         c.parallel.user = s;
     }
-    bool fine = CHECK_OK(s, t_chain_create(chain, &c, DEPTH, 8, WIDE));
+    bool fine = TC_CHECK_OK(s, t_chain_create(chain, &c, DEPTH, 8, WIDE));
     s->m = chain->model;
     const ms_optimizer_desc o = t_optimizer(MS_OPTIMIZER_ADAMW, 0.01f);
     ms_set_optimizer(s->m, &o);
@@ -1447,12 +1439,12 @@ static void play_jobs(seat *s) {
                                 MS_TECHNIQUE_SHARDING,
                                 of->level > 0 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
     }
-    fine = fine && CHECK_OK(s, ms_wrap(s->m)) && CHECK_OK(s, t_chain_write(chain, 3));
+    fine = fine && TC_CHECK_OK(s, ms_wrap(s->m)) && TC_CHECK_OK(s, t_chain_write(chain, 3));
     for (uint32_t step = 0; step < STEPS * of->micros && fine; ++step) {
-        fine = CHECK_OK(s, ms_step(s->m, &of->losses[s->rank][step % STEPS]));
+        fine = TC_CHECK_OK(s, ms_step(s->m, &of->losses[s->rank][step % STEPS]));
     }
     for (int i = 0; i < DEPTH && fine; ++i) {
-        fine = CHECK_OK(s, ms_read(s->m, chain->weight[i], weights + i * WIDE * WIDE));
+        fine = TC_CHECK_OK(s, ms_read(s->m, chain->weight[i], weights + i * WIDE * WIDE));
     }
     const uint64_t hash = msi_hash_bytes(0, weights, DEPTH * WIDE * WIDE * sizeof *weights);
     memcpy(of->ended[s->rank], &hash, sizeof hash);
@@ -1478,13 +1470,13 @@ enum { ALONE_BETWEEN, ALONE_AFTER_BACKWARD, ALONE_AFTER_MICRO, ALONE_IN_TURN, AL
 /* Rank 0 calls ms_update, while the others step. */
 static void play_update_alone(seat *s) {
     scene *of = s->of;
-    bool fine = seat_start(s) && seat_step(s, 0) && CHECK_OK(s, seat_feed(s, 1, 0));
+    bool fine = seat_start(s) && seat_step(s, 0) && TC_CHECK_OK(s, seat_feed(s, 1, 0));
     if (of->variant == ALONE_AFTER_BACKWARD) {
         for (uint32_t micro = 0; micro < of->micros && fine; ++micro) {
-            fine = CHECK_OK(s, ms_forward(s->m, NULL)) && CHECK_OK(s, ms_backward(s->m));
+            fine = TC_CHECK_OK(s, ms_forward(s->m, NULL)) && TC_CHECK_OK(s, ms_backward(s->m));
         }
     } else if (of->variant == ALONE_AFTER_MICRO) {
-        fine = fine && CHECK_OK(s, ms_step(s->m, NULL)) && CHECK_OK(s, seat_feed(s, 1, 1));
+        fine = fine && TC_CHECK_OK(s, ms_step(s->m, NULL)) && TC_CHECK_OK(s, seat_feed(s, 1, 1));
     }
     const double begin_s = now_s();
     note(s, 0, s->rank == 0 ? ms_update(s->m) : ms_step(s->m, NULL));
@@ -1557,9 +1549,9 @@ static void alter_one(seat *s, ms_config *config) {
 static void play_one(seat *s) {
     double one = 2.0;
     play_steps(s);
-    CHECK_OK(s, ms_sum_over_ranks(s->m, &one, 1));
-    CHECK(s, one == 2.0);
-    CHECK_OK(s, ms_print_plan_full(s->m, append, &s->of->plan_text));
+    TC_CHECK_OK(s, ms_sum_over_ranks(s->m, &one, 1));
+    TC_CHECK(s, one == 2.0);
+    TC_CHECK_OK(s, ms_print_plan_full(s->m, append, &s->of->plan_text));
 }
 
 static void test_one_rank(void **state) {

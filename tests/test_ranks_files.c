@@ -455,17 +455,6 @@ typedef struct seat {
 
 enum { LENT_BYTES = 4 << 20 };
 
-static bool check(seat *s, bool holds, const char *what, int line) {
-    char *text = s->of->failure[s->rank];
-    if (!holds && text[0] == 0) {
-        snprintf(text, RD_TEXT, "line %d: %s; %s", line, what, ms_last_error(s->m));
-    }
-    return holds;
-}
-
-#define CHECK(s, holds)     check(s, holds, #holds, __LINE__)
-#define CHECK_OK(s, result) CHECK(s, (result) == MS_RESULT_OK)
-
 static bool has_text(const seat *s, const char *text) {
     return strstr(ms_last_error(s->m), text) != NULL;
 }
@@ -478,7 +467,7 @@ static tc_rank *comm_of(seat *s) {
 static void meet(seat *s) {
     double none = 0.0;
     if (s->of->ranks > 1) {
-        CHECK_OK(s, ms_sum_over_ranks(s->m, &none, 1));
+        TC_CHECK_OK(s, ms_sum_over_ranks(s->m, &none, 1));
     }
 }
 
@@ -507,8 +496,8 @@ static void seat_open(seat *s, uint32_t accumulation) {
         }
     }
     s->position = 7 * s->rank;
-    CHECK_OK(s, ms_save_extra(s->m, "position", &s->position, sizeof s->position));
-    CHECK_OK(s, ms_wrap(s->m));
+    TC_CHECK_OK(s, ms_save_extra(s->m, "position", &s->position, sizeof s->position));
+    TC_CHECK_OK(s, ms_wrap(s->m));
 }
 
 static void seat_step(seat *s) {
@@ -517,15 +506,15 @@ static void seat_step(seat *s) {
     float *x = (float *)malloc(count * sizeof *x);
     t_rng rng = t_seed(s->position * 31 + s->rank);
     t_fill(&rng, x, count, 1.0f);
-    CHECK_OK(s, ms_write(s->m, s->chain.x, x));
-    CHECK_OK(s, ms_step(s->m, &loss));
+    TC_CHECK_OK(s, ms_write(s->m, s->chain.x, x));
+    TC_CHECK_OK(s, ms_step(s->m, &loss));
     free(x);
     s->position += 1;
 }
 
 static void seat_start(seat *s) {
     seat_open(s, 1);
-    CHECK_OK(s, t_chain_write(&s->chain, 7));
+    TC_CHECK_OK(s, t_chain_write(&s->chain, 7));
     seat_step(s);
     seat_step(s);
 }
@@ -539,7 +528,7 @@ static bool seat_is(seat *s, const file *f) {
     static file all[MOST_RANKS];
     file *own = &all[s->rank];
     file_begin(own);
-    const bool ok = CHECK_OK(s, seat_save(s, own));
+    const bool ok = TC_CHECK_OK(s, seat_save(s, own));
     const bool same =
         s->rank > 0 || (own->bytes == f->bytes && memcmp(own->data, f->data, f->bytes) == 0);
     file_free(own);
@@ -556,7 +545,7 @@ static void *scene_work(uint32_t rank, void *argument) {
     }
     ms_destroy(s->m);
     rd_free(s->memory);
-    CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
+    TC_CHECK(s, s->heap.live_count == 0 && s->heap.wrong_releases == 0);
     free(s);
     return NULL;
 }
@@ -604,14 +593,14 @@ static void scene_free(scene *of) {
 
 static void play_save(seat *s) {
     seat_start(s);
-    CHECK_OK(s, seat_save(s, &s->of->saved));
+    TC_CHECK_OK(s, seat_save(s, &s->of->saved));
 }
 
 static void play_load_and_save(seat *s) {
     seat_open(s, 1);
-    CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
-    CHECK(s, s->position == 2);
-    CHECK(s, seat_is(s, &s->of->saved));
+    TC_CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
+    TC_CHECK(s, s->position == 2);
+    TC_CHECK(s, seat_is(s, &s->of->saved));
 }
 
 /* State in another format, divided as it was. */
@@ -622,11 +611,11 @@ static void play_load_and_decode(seat *s) {
     play_load_and_save(s);
     for (int i = 0; i < DEPTH; ++i) {
         const ms_tensor w = s->chain.weight[i], state = ms_optimizer_state(s->m, w, i % 2);
-        CHECK_OK(s, ms_read(s->m, state, before));
+        TC_CHECK_OK(s, ms_read(s->m, state, before));
         ms_set_tensor_technique(s->m, w, MS_TECHNIQUE_OPTIMIZER_8BIT, MS_SWITCH_OFF);
-        CHECK_OK(s, ms_wrap(s->m));
-        CHECK_OK(s, ms_read(s->m, state, after));
-        CHECK(s, memcmp(before, after, count * sizeof(float)) == 0);
+        TC_CHECK_OK(s, ms_wrap(s->m));
+        TC_CHECK_OK(s, ms_read(s->m, state, after));
+        TC_CHECK(s, memcmp(before, after, count * sizeof(float)) == 0);
     }
     free(before);
     free(after);
@@ -686,10 +675,10 @@ static void play_failing_collective(seat *s, bool saves) {
         seat_start(s);
     }
     if (saves) {
-        CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
-        CHECK_OK(s, ms_save_file(s->m, s->rank == 0 ? of->path : NULL));
+        TC_CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
+        TC_CHECK_OK(s, ms_save_file(s->m, s->rank == 0 ? of->path : NULL));
         seat_step(s);
-        CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->other : NULL));
+        TC_CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->other : NULL));
     }
     pthread_barrier_wait(&of->barrier); // an abort ends what others are still in
     const uint64_t calls = comm_of(s)->calls;
@@ -705,8 +694,8 @@ static void play_failing_collective(seat *s, bool saves) {
     }
     if (result != MS_RESULT_OK) {
         double loss;
-        CHECK(s, result == MS_RESULT_RANKS && has_text(s, "rank"));
-        CHECK(s, ms_step(s->m, &loss) != MS_RESULT_OK);
+        TC_CHECK(s, result == MS_RESULT_RANKS && has_text(s, "rank"));
+        TC_CHECK(s, ms_step(s->m, &loss) != MS_RESULT_OK);
     }
 }
 
@@ -761,25 +750,25 @@ static void play_failing_sink(seat *s) {
     file own;
     memset(&own, 0, sizeof own);
     seat_start(s);
-    CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
+    TC_CHECK_OK(s, seat_save(s, s->rank == 0 ? &of->saved : NULL));
     ms_result result = MS_RESULT_FILE;
     for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
         file_begin(&own);
         own.fails_at = (size_t)k;
         result = seat_save(s, &own);
-        CHECK(s, result == MS_RESULT_OK ||
-                     result == (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
-        CHECK(s, s->rank == 0 || result == MS_RESULT_OK || has_text(s, "failed on rank 0"));
-        CHECK(s, result != MS_RESULT_OK || k > 10);
+        TC_CHECK(s, result == MS_RESULT_OK ||
+                        result == (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+        TC_CHECK(s, s->rank == 0 || result == MS_RESULT_OK || has_text(s, "failed on rank 0"));
+        TC_CHECK(s, result != MS_RESULT_OK || k > 10);
         if (k % 4 == 0) {
-            CHECK(s, seat_is(s, &of->saved));
+            TC_CHECK(s, seat_is(s, &of->saved));
         }
     }
-    CHECK(s, ms_save_file(s->m, "/nowhere/at/all") ==
-                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
-    CHECK(s, ms_save_file(s->m, of->folder) == // which cannot be replaced by a file
-                 (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
-    CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_save_file(s->m, "/nowhere/at/all") ==
+                    (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_save_file(s->m, of->folder) == // which cannot be replaced by a file
+                    (s->rank == 0 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
     seat_step(s);
     file_free(&own);
 }
@@ -793,9 +782,9 @@ static void play_failing_source(seat *s) {
     for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
         double loss;
         result = load_from(s->m, &of->saved, is_victim ? k : 0, NULL);
-        CHECK(s,
-              result == MS_RESULT_OK || result == (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
-        CHECK(s, result == MS_RESULT_OK || ms_step(s->m, &loss) == MS_RESULT_ORDER); // no values
+        TC_CHECK(s, result == MS_RESULT_OK ||
+                        result == (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
+        TC_CHECK(s, result == MS_RESULT_OK || ms_step(s->m, &loss) == MS_RESULT_ORDER); // no values
     }
     result = MS_RESULT_FILE;
     for (uint64_t k = 1; result != MS_RESULT_OK && of->failure[s->rank][0] == 0; ++k) {
@@ -803,17 +792,17 @@ static void play_failing_source(seat *s) {
         result = load_from(s->m, &of->saved, is_victim ? k : 0, NULL);
         if (result != MS_RESULT_OK && s->m->run.failed) {
             failed += 1;
-            CHECK_OK(s, load_from(s->m, &of->saved, 0, NULL));
+            TC_CHECK_OK(s, load_from(s->m, &of->saved, 0, NULL));
         }
     }
-    CHECK(s, failed > 3);
-    CHECK(s, seat_is(s, &of->saved));
-    CHECK(s, ms_load(s->m, NULL, NULL) == MS_RESULT_INVALID);
-    CHECK(s, ms_load_file(s->m, of->path, NULL) == MS_RESULT_FILE);
-    CHECK_OK(s, ms_save_file(s->m, of->path));
-    CHECK(s, ms_load_file(s->m, is_victim ? "/nowhere" : of->path, NULL) ==
-                 (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
-    CHECK_OK(s, ms_load_file(s->m, of->path, NULL));
+    TC_CHECK(s, failed > 3);
+    TC_CHECK(s, seat_is(s, &of->saved));
+    TC_CHECK(s, ms_load(s->m, NULL, NULL) == MS_RESULT_INVALID);
+    TC_CHECK(s, ms_load_file(s->m, of->path, NULL) == MS_RESULT_FILE);
+    TC_CHECK_OK(s, ms_save_file(s->m, of->path));
+    TC_CHECK(s, ms_load_file(s->m, is_victim ? "/nowhere" : of->path, NULL) ==
+                    (is_victim ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    TC_CHECK_OK(s, ms_load_file(s->m, of->path, NULL));
     remove(of->path);
 }
 
@@ -845,12 +834,12 @@ static void play_failing_memory(seat *s, bool saves) {
     if (is_victim) {
         of->made = s->heap.calls - calls;
     }
-    CHECK(s, result == MS_RESULT_OK ||
-                 result == (is_victim ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_RANKS));
+    TC_CHECK(s, result == MS_RESULT_OK ||
+                    result == (is_victim ? MS_RESULT_OUT_OF_MEMORY : MS_RESULT_RANKS));
     if (result != MS_RESULT_OK) { // nothing is lost
         file_begin(&of->other);
         meet(s);
-        CHECK_OK(s, saves ? seat_save(s, &of->other) : load_from(s->m, &of->saved, 0, NULL));
+        TC_CHECK_OK(s, saves ? seat_save(s, &of->other) : load_from(s->m, &of->saved, 0, NULL));
     }
     seat_step(s);
 }
@@ -905,52 +894,52 @@ static void play_folder(seat *s) {
     for (int i = 0; i < 2; ++i) {
         snprintf(path[i], sizeof path[i], "%s/checkpoint-%d.safetensors", of->folder, i);
     }
-    CHECK_OK(s, ms_load_checkpoint(s->m, &folder, NULL, &found));
-    CHECK(s, !found);
+    TC_CHECK_OK(s, ms_load_checkpoint(s->m, &folder, NULL, &found));
+    TC_CHECK(s, !found);
     s->position = 10 + s->rank;
-    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    TC_CHECK_OK(s, ms_save_checkpoint(s->m, to));
     s->position = 20 + s->rank;
-    CHECK_OK(s, ms_save_begin(s->m, to, &shot));
+    TC_CHECK_OK(s, ms_save_begin(s->m, to, &shot));
     s->position = 30;
     seat_step(s);
-    CHECK_OK(s, ms_snapshot_write_file(shot, NULL));
-    CHECK_OK(s, s->rank == 0 ? MS_RESULT_OK : ms_snapshot_write(shot, NULL));
-    CHECK(s, (shot->bytes > 0) == (s->rank == 0));
+    TC_CHECK_OK(s, ms_snapshot_write_file(shot, NULL));
+    TC_CHECK_OK(s, s->rank == 0 ? MS_RESULT_OK : ms_snapshot_write(shot, NULL));
+    TC_CHECK(s, (shot->bytes > 0) == (s->rank == 0));
     ms_snapshot_free(shot);
     meet(s); // rank 0 has written it
-    CHECK(s, position_in_newest(s, &folder) == 20);
+    TC_CHECK(s, position_in_newest(s, &folder) == 20);
     meet(s);
     if (s->rank == 1) {
-        CHECK(s, truncate(path[1], 5000) == 0);
+        TC_CHECK(s, truncate(path[1], 5000) == 0);
     }
     meet(s);
-    CHECK(s, position_in_newest(s, &folder) == 10);
+    TC_CHECK(s, position_in_newest(s, &folder) == 10);
     meet(s);
     if (s->rank == 1) {
-        CHECK(s, truncate(path[0], 5000) == 0);
+        TC_CHECK(s, truncate(path[0], 5000) == 0);
     }
     meet(s);
-    CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) == MS_RESULT_FILE);
+    TC_CHECK(s, ms_load_checkpoint(s->m, &folder, NULL, &found) == MS_RESULT_FILE);
     /* One that has another folder, where there is less. */
     char own[128], copy[400];
     snprintf(own, sizeof own, "%s/own", of->folder);
     snprintf(copy, sizeof copy, "mkdir %s && cp %s %s", own, path[0], own);
     const ms_checkpoints less = {own, 2}, nowhere = {"/nowhere", 2};
     s->position = 40;
-    CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    TC_CHECK_OK(s, ms_save_checkpoint(s->m, to));
     s->position = 50;
-    CHECK_OK(s, ms_save_checkpoint(s->m, to));
-    CHECK(s, s->rank != 1 || system(copy) == 0);
-    CHECK(s, position_in_newest(s, s->rank == 1 ? &less : &folder) == 40);
-    CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &nowhere : &folder, NULL, &found) ==
-                 (s->rank == 1 ? MS_RESULT_FILE : MS_RESULT_RANKS));
-    CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &none : &folder, NULL, &found) ==
-                 (s->rank == 1 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
-    CHECK(s,
-          ms_save_checkpoint(s->m, &none) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
-    CHECK(s, ms_save_begin(s->m, &none, &shot) ==
-                 (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
-    CHECK(s, shot == NULL);
+    TC_CHECK_OK(s, ms_save_checkpoint(s->m, to));
+    TC_CHECK(s, s->rank != 1 || system(copy) == 0);
+    TC_CHECK(s, position_in_newest(s, s->rank == 1 ? &less : &folder) == 40);
+    TC_CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &nowhere : &folder, NULL, &found) ==
+                    (s->rank == 1 ? MS_RESULT_FILE : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_load_checkpoint(s->m, s->rank == 1 ? &none : &folder, NULL, &found) ==
+                    (s->rank == 1 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_save_checkpoint(s->m, &none) ==
+                    (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    TC_CHECK(s, ms_save_begin(s->m, &none, &shot) ==
+                    (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_RANKS));
+    TC_CHECK(s, shot == NULL);
 }
 
 static void folders_and_snapshots(void **state) {
@@ -962,37 +951,37 @@ static void folders_and_snapshots(void **state) {
 
 static void play_part_of_step(seat *s) {
     seat_open(s, 3);
-    CHECK_OK(s, t_chain_write(&s->chain, 7));
+    TC_CHECK_OK(s, t_chain_write(&s->chain, 7));
     seat_step(s);
     if (s->of->ranks == 1) {
-        CHECK_OK(s, seat_save(s, &s->of->saved));
+        TC_CHECK_OK(s, seat_save(s, &s->of->saved));
         return;
     }
-    CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_ORDER) ||
-                 s->rank == 0);
-    CHECK(s, seat_save(s, &s->of->other) == MS_RESULT_ORDER);
-    CHECK(s, has_text(s, "1 of 3 micro-batches") && has_text(s, "save after the last one"));
+    TC_CHECK(s, ms_save(s->m, NULL) == (s->rank == 0 ? MS_RESULT_INVALID : MS_RESULT_ORDER) ||
+                    s->rank == 0);
+    TC_CHECK(s, seat_save(s, &s->of->other) == MS_RESULT_ORDER);
+    TC_CHECK(s, has_text(s, "1 of 3 micro-batches") && has_text(s, "save after the last one"));
     seat_step(s);
     seat_step(s);
-    CHECK_OK(s, seat_save(s, &s->of->other));
-    CHECK(s, load_from(s->m, &s->of->saved, 0, NULL) == MS_RESULT_INVALID);
-    CHECK(s, has_text(s, "complete the step with one rank"));
-    CHECK(s, seat_is(s, &s->of->other));
+    TC_CHECK_OK(s, seat_save(s, &s->of->other));
+    TC_CHECK(s, load_from(s->m, &s->of->saved, 0, NULL) == MS_RESULT_INVALID);
+    TC_CHECK(s, has_text(s, "complete the step with one rank"));
+    TC_CHECK(s, seat_is(s, &s->of->other));
 }
 
 static void play_other_files(seat *s) {
     ms_load_options options;
     memset(&options, 0, sizeof options);
     seat_open(s, 1);
-    CHECK(s, load_from(s->m, s->rank == 1 ? &s->of->other : &s->of->saved, 0, NULL) ==
-                 MS_RESULT_RANKS);
-    CHECK(s, has_text(s, "rank 1 differs from rank 0; it has another file"));
+    TC_CHECK(s, load_from(s->m, s->rank == 1 ? &s->of->other : &s->of->saved, 0, NULL) ==
+                    MS_RESULT_RANKS);
+    TC_CHECK(s, has_text(s, "rank 1 differs from rank 0; it has another file"));
     options.values_only = s->rank == 0;
-    CHECK(s, load_from(s->m, &s->of->saved, 0, &options) == MS_RESULT_RANKS);
-    CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
-    CHECK(s, seat_is(s, &s->of->saved));
+    TC_CHECK(s, load_from(s->m, &s->of->saved, 0, &options) == MS_RESULT_RANKS);
+    TC_CHECK_OK(s, load_from(s->m, &s->of->saved, 0, NULL));
+    TC_CHECK(s, seat_is(s, &s->of->saved));
     options.values_only = true;
-    CHECK_OK(s, load_from(s->m, &s->of->other, 0, &options));
+    TC_CHECK_OK(s, load_from(s->m, &s->of->other, 0, &options));
     seat_step(s);
 }
 

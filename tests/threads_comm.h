@@ -349,6 +349,21 @@ static inline bool tc_run_threads(tc_world *w) {
     return ok;
 }
 
+/* Notes the first of the checks of a rank that fails. A seat has the model `m` of a rank `rank`; what it is
+   part of has a text for the failure of each rank. */
+static inline bool tc_check(char *failure, size_t room, const ms_model *m, bool holds,
+                            const char *what, int line) {
+    if (!holds && failure[0] == 0) {
+        snprintf(failure, room, "line %d: %s; %s", line, what, ms_last_error(m));
+    }
+    return holds;
+}
+
+#define TC_CHECK(s, holds)                                                                         \
+    tc_check((s)->of->failure[(s)->rank], sizeof(s)->of->failure[0], (s)->m, holds, #holds,        \
+             __LINE__)
+#define TC_CHECK_OK(s, result) TC_CHECK(s, (result) == MS_RESULT_OK)
+
 static inline bool tc_run_processes(tc_world *w) {
     pid_t children[TC_MOST_RANKS];
     bool ok = true;
