@@ -10693,6 +10693,7 @@ static MSI_COLD bool msi_scaling_is_valid(const ms_loss_scaling *l) {
 static MSI_COLD const char *msi_comm_fault(const ms_config *c, double *number) {
     const ms_comm *comm = &c->comm;
     const ms_backend *b = &c->backend;
+    *number = 0.0;
     if (comm->size == sizeof *comm && comm->count == 0 && comm->name) {
         return comm->name;
     }
