@@ -5013,7 +5013,9 @@ typedef struct msi_store {
      tiles         of the first output of a layer: in how many it is computed, together with those before
                    it back to the first of its group, which begins_group; 0: whole
      room          of the plan, in the element after that of the last tensor: how much more may be live
-                   than at the peak, in sixteenths of that, so that more copies can be under way */
+                   than at the peak, in sixteenths of that, so that more copies can be under way
+     bucket        of the plan, beside room: gradients are summed over ranks together until they are 2 to
+                   the power of so many bytes; 0: each by itself */
 #define MSI_DECISION_FIELDS(X)                                                                     \
     X(uint32_t, pass, MSI_MAX_TENSORS)                                                             \
     X(uint32_t, update_after, UINT32_MAX)                                                          \
@@ -5025,7 +5027,8 @@ typedef struct msi_store {
     X(uint8_t, sharding, MSI_SHARDS_VALUE)                                                         \
     X(uint16_t, tiles, MSI_MOST_TILES)                                                             \
     X(bool, begins_group, 1)                                                                       \
-    X(uint8_t, room, 16)
+    X(uint8_t, room, 16)                                                                           \
+    X(uint8_t, bucket, 62)
 
 typedef struct msi_tensor_decision {
 #define MSI_X(type, field, most) type field;
@@ -5175,6 +5178,7 @@ typedef struct msi_costs {
     double most_us;                      // ms_config.max_instruction_us
     bool splits_layers;                  // layers that take longer may be put in tiles
     uint32_t rank_count;                 // 1: there is no network
+    bool has_groups;                     // of collectives: one group waits for the network once
     double bytes_per_us[MSI_COST_COUNT]; // measured, of the costs by bytes; 0: not measured
     ms_time_source source;               // of the times of the layers
 } msi_costs;
@@ -5335,12 +5339,12 @@ typedef struct msi_saved_plans {
     ms_model *model;       // NULL: there is none
     bool writes, is_short; // of memory
     bool is_open;          // the plans that are made are those of the file
-    bool moves, rounds;    // some plan moves something to the host, or rounds a value
+    bool moves, rounds; // some plan moves something to the host or between ranks, or rounds a value
     MSI_LIST(uint8_t) bytes;
     uint64_t at;     // of what is still to be read
     char fault[512]; // what is wrong; empty: nothing is
     uint32_t plan_count;
-    bool has_links;         // as in msi_costs: one of the times below
+    uint32_t ways;          // of msi_costs, that the times below depend on: see msi_ways
     MSI_LIST(double) times; // of the file; while these are in force, those of the model
 } msi_saved_plans;
 
@@ -12041,6 +12045,8 @@ static void msi_get_hardware(ms_model *m) {
     msi_fill_speeds(h);
     m->costs.tf32 = m->config.tf32;
     m->costs.rank_count = m->ranks.count;
+    m->costs.has_groups =
+        m->config.dry_run || (m->config.comm.group_begin && m->config.comm.on_device);
     m->costs.most_us = m->config.max_instruction_us;
     m->costs.splits_layers = m->config.tiling != MS_SWITCH_OFF;
     m->costs.has_copies =
@@ -13749,7 +13755,8 @@ static msi_engine msi_engine_of(const msi_costs *c, msi_op op) {
 static double msi_network_us(const msi_costs *c, const msi_program *p, const msi_instruction *i,
                              double bytes) {
     const double ranks = (double)c->rank_count;
-    double us = c->hardware.network_us +
+    const double calls = c->has_groups ? 1.0 : (double)msi_pair_count(i);
+    double us = calls * c->hardware.network_us +
                 bytes * (ranks - 1.0) / ranks / (c->hardware.network_gb_per_s * 1e3);
     for (uint32_t k = 1; k < i->operand_count && i->op == MSI_OP_GATHER; k += 2) {
         const msi_range *shard = msi_operand_range(p, i, k);
@@ -14810,8 +14817,8 @@ static void msi_emit_scatter(msi_lowering *w, uint32_t t, uint32_t gradient) {
 
 /* What ranks do with a gradient that is complete: each has the sum over all afterwards, whole or the
    shard that it updates. One that accumulates whole leaves in the last micro-batch; of its shards of the
-   sum its home on the host knows nothing. What is small is summed along with others of its layer. */
-static void msi_lower_reduction(msi_lowering *w, uint32_t t, msi_batch *batch) {
+   sum its home on the host knows nothing. */
+static void msi_lower_reduction(msi_lowering *w, uint32_t t) {
     const uint32_t gradient = msi_now(w, w->now.gradient, t);
     const bool accumulates = w->store->micro_count > 1;
     const msi_sharding sharding = msi_sharding_at(w, t);
@@ -14824,13 +14831,10 @@ static void msi_lower_reduction(msi_lowering *w, uint32_t t, msi_batch *batch) {
     }
     if (sharding != MSI_SHARDS_NOTHING) {
         msi_emit_scatter(w, t, gradient);
-    } else if (!at_home && msi_goes_along(batch, w->graph->tensors.items[t].bytes)) {
-        msi_use_both(w, gradient, false, gradient);
     } else {
         msi_emit(w, MSI_OP_REDUCE, t);
         msi_use_both(w, gradient, false, gradient);
     }
-    batch->count = sharding == MSI_SHARDS_NOTHING && !at_home ? batch->count : 0;
     if (sharding <= MSI_SHARDS_STATE) {
         msi_last(w)->is_last = accumulates;
     } else if (accumulates) {
@@ -15311,11 +15315,10 @@ static void msi_lower_layer_backward(msi_lowering *w, uint32_t layer) {
         if (!group) {
             msi_lower_backward(w, layer);
         }
-        msi_batch batch = {0, 0};
         for (uint32_t k = 0; k < l->count[MSI_GROUP_PARAM] && w->store->rank_count > 1; k++) {
             const uint32_t t = msi_completed_param(w->graph, layer, k);
             if (t != MSI_NONE) {
-                msi_lower_reduction(w, t, &batch);
+                msi_lower_reduction(w, t);
             }
         }
         if (w->store->micro_count < 2) { // else the queue has shards to add up
@@ -15404,6 +15407,80 @@ static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) 
     }
 }
 
+/* Gradients that are summed over ranks in one bucket: the collectives of those before the last, which comes
+   where they have all been completed. */
+typedef struct msi_bucket {
+    uint32_t at[MSI_MOST_TOGETHER], count;
+    uint64_t bytes;
+} msi_bucket;
+
+/* Whether an instruction uses a gradient of a bucket, so that the bucket is full before it. */
+static bool msi_uses_bucket(const msi_program *p, const msi_bucket *bucket,
+                            const msi_instruction *i) {
+    bool uses = false;
+    for (uint32_t n = 0; n < bucket->count && !uses; n++) {
+        const msi_instruction *sum = &p->code.instructions.items[bucket->at[n]];
+        uses = msi_uses(p, i, p->code.operands.items[sum->operand_first].range);
+    }
+    return uses;
+}
+
+/* The last collective of a bucket gets the operands of all, and the others do nothing. */
+static void msi_sum_bucket(msi_lowering *w, msi_bucket *bucket) {
+    msi_code *code = &w->program->code;
+    msi_instruction *all = code->instructions.items;
+    if (bucket->count > 1 && MSI_ROOM_FOR(msi_operand, w, code->operands, 2u * bucket->count)) {
+        msi_instruction *last = &all[bucket->at[bucket->count - 1]];
+        const uint32_t first = code->operands.count;
+        for (uint32_t n = 0; n < bucket->count; n++) {
+            msi_instruction *i = &all[bucket->at[n]];
+            for (uint32_t k = 0; k < i->operand_count; k++) {
+                code->operands.items[code->operands.count++] =
+                    code->operands.items[i->operand_first + k];
+            }
+            if (i != last) {
+                i->op = (uint8_t)MSI_OP_NOTHING;
+                i->operand_count = 0;
+                i->is_timed = false;
+            }
+        }
+        last->target = all[bucket->at[0]].target;
+        last->operand_first = first;
+        last->operand_count = (uint16_t)(code->operands.count - first);
+        last->is_timed = false;
+    }
+    bucket->count = 0;
+    bucket->bytes = 0;
+}
+
+/* Whether a gradient can be summed along with others. Of one that accumulates at home on the host that is
+   done there if a step ends early (msi_sum_at_home), one by one. */
+static bool msi_may_fill(const msi_lowering *w, const msi_instruction *i) {
+    const msi_operand *gradient = w->program->code.operands.items + i->operand_first;
+    return i->op == MSI_OP_REDUCE && (!i->is_last || gradient->range < w->store->residents.count);
+}
+
+/* Sums gradients over ranks together, as far as the first of a bucket can wait for the last: one that is
+   updated inside backward cannot. A collective takes a while however little it sends. */
+static void msi_fill_buckets(msi_lowering *w) {
+    msi_program *p = w->program;
+    const uint32_t bits = w->decisions[w->graph->tensors.count].bucket;
+    msi_bucket bucket = MSI_ZERO_INIT;
+    for (uint32_t now = p->code.forward_end; bits > 0 && now < p->code.instructions.count; now++) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        const bool fills = msi_may_fill(w, i);
+        if (fills) {
+            bucket.at[bucket.count++] = now;
+            bucket.bytes += w->graph->tensors.items[i->target].largest_bytes;
+        }
+        if (bucket.count == MSI_MOST_TOGETHER || bucket.bytes >> bits > 0 ||
+            (!fills && msi_uses_bucket(p, &bucket, i))) {
+            msi_sum_bucket(w, &bucket);
+        }
+    }
+    msi_sum_bucket(w, &bucket);
+}
+
 /* Finds the live ranges of a program: where its operands are used, first and last. */
 static void msi_find_lives(msi_program *p, uint32_t residents) {
     msi_range *ranges = p->code.ranges.items;
@@ -15433,6 +15510,7 @@ static void msi_end_program(msi_lowering *w, bool eval) {
     const msi_graph *g = w->graph;
     const uint32_t *gradient = w->now.gradient, *away = w->now.gradient_away;
     if (!w->program->out_of_memory) {
+        msi_fill_buckets(w);
         msi_find_lives(w->program, w->store->residents.count);
     }
     w->program->code.loss = g->loss == MSI_NONE ? MSI_NONE : w->now.value[g->loss];
@@ -18421,6 +18499,7 @@ typedef struct msi_scorer {
     bool checks_layouts; // debug mode
     bool packs; // lays programs out; else arenas are live bytes: of a fold, whose plan never runs
     bool has_state_formats;           // of the backend
+    uint8_t bucket;                   // as in msi_tensor_decision: of all plans
     msi_lowering *lowering;           // its scratch memory
     msi_program *program;             // of the decisions that were scored last
     msi_program *eval;                // the eval program: it depends on the homes of params alone
@@ -18926,7 +19005,7 @@ static void msi_decide_plain(const msi_graph *g, msi_tensor_decision *decisions)
         decisions[t].tiles = 0;
         decisions[t].begins_group = false;
     }
-    decisions[g->tensors.count].room = 0;
+    decisions[g->tensors.count].room = decisions[g->tensors.count].bucket = 0;
 }
 
 /* Makes layers a group, and drops the values that only this group uses: each tile recomputes its
@@ -19066,12 +19145,39 @@ static msi_sharding msi_base_sharding(const msi_search *search, uint32_t t,
     return wanted < most ? wanted : most;
 }
 
+/* The plain plan, with the sums over ranks as all plans have them. */
+static void msi_decide_first(const msi_scorer *s, msi_tensor_decision *decisions) {
+    msi_decide_plain(s->graph, decisions);
+    decisions[s->graph->tensors.count].bucket = s->bucket;
+}
+
+/* Chooses how many bytes of gradients are summed over ranks in a group, by the plain plan: the larger it is,
+   the fewer times the network waits, and the later the last begins. Up to as many as it sends in the time
+   for which it waits; up to eight times as many; or each by itself. */
+static void msi_choose_bucket(msi_scorer *s, msi_tensor_decision *decisions) {
+    const ms_hardware *h = &s->costs->hardware;
+    double bytes = h->network_us * h->network_gb_per_s * 1e3, least_us = 0.0;
+    uint8_t bits = 0, best = 0;
+    for (; bytes >= 2.0 && bits < 50; bytes *= 0.5) {
+        bits++;
+    }
+    const uint8_t all[] = {0, bits, (uint8_t)(bits + 3)};
+    for (uint32_t k = 0; k < 3 && s->store->rank_count > 1 && s->costs->has_groups; k++) {
+        s->bucket = all[k];
+        msi_decide_first(s, decisions);
+        const double us = msi_estimate(s, decisions).us;
+        best = k == 0 || us < least_us ? all[k] : best;
+        least_us = k == 0 || us < least_us ? us : least_us;
+    }
+    s->bucket = best;
+}
+
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
    updates, roundings and tiles are those of the plans that it searches. */
 static void msi_decide_base(const msi_search *search, msi_tensor_decision *decisions) {
     const msi_scorer *s = search->scorer;
     const msi_graph *g = s->graph;
-    msi_decide_plain(g, decisions);
+    msi_decide_first(s, decisions);
     for (uint32_t t = 0; t < g->tensors.count; t++) {
         const msi_tensor *tensor = &g->tensors.items[t];
         const uint8_t forced = tensor->forced_moves & msi_movable(g, t);
@@ -19349,7 +19455,7 @@ static bool msi_greedy_init(msi_greedy *w, msi_search *search) {
     w->load.last_use = w->load.first_use + g->tensors.count;
     w->load.first_gradient = w->load.last_use + g->tensors.count;
     w->load.update = w->load.first_gradient + g->tensors.count;
-    msi_decide_plain(g, w->decisions);
+    msi_decide_first(s, w->decisions);
     return msi_pricing_init(&w->pricing, s);
 }
 
@@ -23373,8 +23479,7 @@ static MSI_NOINLINE void msi_choose_plan(msi_solver *s, msi_greedy *w) {
 }
 
 /* Makes the decisions, the training program and the sizes of a plan that has its eval program. */
-static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *request,
-                                   msi_plan *plan) {
+static MSI_NOINLINE void msi_solve(msi_scorer *scorer, const msi_request *request, msi_plan *plan) {
     msi_greedy greedy;
     msi_search search = MSI_ZERO_INIT;
     msi_solver s = MSI_ZERO_INIT;
@@ -23388,11 +23493,14 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
+    if (request->goal != MSI_GOAL_SQUEEZED) {
+        msi_choose_bucket(scorer, plan->decisions);
+    }
     if (request->goal == MSI_GOAL_FOLLOW || !MSI_HAS_PLANNER) {
         if (request->largest) {
             msi_follow(&s);
         } else {
-            msi_decide_plain(scorer->graph, plan->decisions);
+            msi_decide_first(scorer, plan->decisions);
             s.score = msi_score_of(scorer, plan->decisions);
         }
         plan->arena_bytes = plan->plain_bytes = s.score.bytes;
@@ -23404,7 +23512,7 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
         search.budget = 0; // for the smallest of them
         search.how.early = (request->techniques & MSI_EARLY_UPDATE) != 0;
         if (request->budget == 0) {
-            msi_decide_plain(scorer->graph, plan->decisions);
+            msi_decide_first(scorer, plan->decisions);
             plan->plain_live_bytes = msi_estimate(scorer, plan->decisions).live_bytes;
         }
         msi_propose_squeezed(&s, &search, request->budget);
@@ -23415,7 +23523,7 @@ static MSI_NOINLINE void msi_solve(const msi_scorer *scorer, const msi_request *
         plan->host_bytes = search.best_score.host_bytes; // 0 if none was found
         return;
     }
-    msi_decide_plain(scorer->graph, plan->decisions);
+    msi_decide_first(scorer, plan->decisions);
     if (msi_greedy_init(&greedy, &search)) {
         msi_choose_plan(&s, &greedy);
     }
@@ -24163,12 +24271,13 @@ static void msi_unfold(const msi_fold *f, const msi_tensor_decision *folded, boo
    written and how it is read. */
 enum {
     MSI_PLAN_MARK = 0x6e6c70, // "pln"
-    MSI_PLAN_VERSION = 2,
+    MSI_PLAN_VERSION = 3,
     MSI_PLAN_LEAST = 32, // bytes
     MSI_PLAN_MOST = 1 << 30,
     MSI_PLAN_SUM_BYTES = 10, // of a number whose highest bit is set
-    MSI_FIRST_TIMES = (int)MSI_SPEED_COUNT + (int)MSI_COST_COUNT, // that times follow from
-    MSI_LAYER_TIMES = 8                                           // and more for each layer
+    MSI_NETWORK_TIMES = (int)MSI_SPEED_COUNT + (int)MSI_COST_COUNT,
+    MSI_FIRST_TIMES = MSI_NETWORK_TIMES + 2, // that times follow from
+    MSI_LAYER_TIMES = 8                      // and more for each layer
 };
 
 /* Of how a param is updated, what plans depend on. */
@@ -24266,9 +24375,12 @@ static MSI_COLD void msi_file_time(msi_saved_plans *f, double *time, bool may_be
 
 /* Number k of those that all times follow from: speeds, and what is known of each layer. */
 static MSI_COLD double *msi_time_at(ms_model *m, uint32_t k) {
+    ms_hardware *h = &m->costs.hardware;
     if (k < MSI_FIRST_TIMES) {
-        return k < MSI_SPEED_COUNT ? msi_speed(&m->costs.hardware, (int)k)
-                                   : &m->costs.bytes_per_us[k - MSI_SPEED_COUNT];
+        return k < MSI_SPEED_COUNT      ? msi_speed(h, (int)k)
+               : k < MSI_NETWORK_TIMES  ? &m->costs.bytes_per_us[k - MSI_SPEED_COUNT]
+               : k == MSI_NETWORK_TIMES ? &h->network_gb_per_s
+                                        : &h->network_us;
     }
     msi_layer *l = &m->graph.layers.items[(k - MSI_FIRST_TIMES) / MSI_LAYER_TIMES];
     double *const all[MSI_LAYER_TIMES] = {&l->known.forward_us,      &l->known.backward_us,
@@ -24278,11 +24390,19 @@ static MSI_COLD double *msi_time_at(ms_model *m, uint32_t k) {
     return all[(k - MSI_FIRST_TIMES) % MSI_LAYER_TIMES];
 }
 
+/* What of the costs times depend on that is no number. */
+static uint32_t msi_ways(const msi_costs *c) {
+    return c->has_links | (uint32_t)c->has_groups << 1 | (uint32_t)c->hardware.network_is_link << 2;
+}
+
 /* Puts the times of the file into the model, and those of the model into their place; or back. */
 static MSI_COLD void msi_swap_times(msi_saved_plans *f) {
-    const bool has_links = f->model->costs.has_links;
-    f->model->costs.has_links = f->has_links;
-    f->has_links = has_links;
+    msi_costs *c = &f->model->costs;
+    const uint32_t ways = msi_ways(c);
+    c->has_links = f->ways & 1;
+    c->has_groups = f->ways >> 1 & 1;
+    c->hardware.network_is_link = f->ways >> 2 & 1;
+    f->ways = ways;
     for (uint32_t k = 0; k < f->times.count; k++) {
         double *at = msi_time_at(f->model, k);
         const double time = *at;
@@ -24320,7 +24440,7 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
     msi_file_same(f, hash, what);
     MSI_TENSOR_TERMS(MSI_X)
 #undef MSI_X
-    f->has_links = m->costs.has_links;
+    f->ways = msi_ways(&m->costs);
     f->times.count = f->moves ? MSI_FIRST_TIMES + MSI_LAYER_TIMES * m->graph.layers.count : 0;
     f->is_short |= !MSI_RESERVE(double, &m->config.allocator, f->times, f->times.count);
     for (uint32_t k = 0; k < f->times.count && msi_is_sound_file(f); k++) {
@@ -24328,7 +24448,7 @@ static MSI_COLD void msi_file_head(msi_saved_plans *f) {
         msi_file_time(f, &f->times.items[k], k + 1 >= MSI_SPEED_COUNT);
     }
     if (f->moves) {
-        f->has_links = msi_file_number(f, f->has_links, 1) != 0;
+        f->ways = (uint32_t)msi_file_number(f, f->ways, 7);
     }
     f->plan_count = 1 + (uint32_t)msi_file_number(f, f->plan_count - 1, MSI_MAX_PLANS - 1);
 }
@@ -24428,7 +24548,7 @@ static MSI_COLD ms_technique msi_find_unsound(const msi_scorer *s, uint32_t may,
                    ((d->moves & MSI_IN_PLACE) && !maps) ||
                    (!parted && (d->splits || d->parts != plain[t].parts))
                ? MS_TECHNIQUE_OFFLOADING
-           : d->room != 0 ||
+           : d->room != 0 || d->bucket != 0 ||
                    ((d->tiles > 0 || d->begins_group) &&
                     (!made || msi_first_output(g, made) != t ||
                      !((may & MSI_TILING) || (s->costs->most_us > 0.0 && s->costs->splits_layers))))
@@ -24585,6 +24705,7 @@ static MSI_COLD void msi_put_file(msi_saved_plans *f) {
         (msi_tensor_decision *)msi_alloc_zeroed(&m->config.allocator, bytes);
     f->writes = true;
     f->is_short = !plain;
+    f->moves = m->ranks.count > 1;
     if (plain) {
         msi_decide_plain(&m->graph, plain);
         for (const msi_plan *plan = m->run.plan; plan; plan = plan->next, f->plan_count++) {
@@ -24805,6 +24926,7 @@ static bool msi_scorer_init(msi_scorer *s, const ms_model *m, const msi_store *s
     s->host_budget = msi_host_budget(m);
     s->homes = NULL;
     s->packs = true;
+    s->bucket = 0;
     s->shortage = shortage;
     shortage->what = NULL;
     const bool there = msi_lowering_init(lowering, s->graph, store, &m->optimizers, s->allocator);

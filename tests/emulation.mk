@@ -12,7 +12,7 @@ with_trampolines := $(addprefix test_,api contract darknet_style debug declarati
                       layout llmc_style matrices memory optimizer plan ranks shapes steps threads validate verify waits)
 # Tests that have no model on a device of CUDA's, or (test_threads) host callbacks that share one emulated
 # device, and would open its memory to one another. On one line, which tests/run.sh reads.
-host_only := test_fold test_formats test_homes test_host_values test_ranks_calls test_ranks_faults test_ranks_files test_recipes test_solver test_threads test_virtual test_waits test_weights
+host_only := test_buckets test_fold test_formats test_homes test_host_values test_ranks_calls test_ranks_faults test_ranks_files test_recipes test_solver test_threads test_virtual test_waits test_weights
 cuda_home   = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 cuda_libs   = $(firstword $(wildcard $(cuda_home)/lib64 $(cuda_home)/targets/*/lib $(cuda_home)/lib))
 # -Wpedantic and -Wundef are not for what nvcc makes of a source, nor for CUDA's headers.

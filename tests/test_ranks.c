@@ -83,6 +83,7 @@ typedef struct run {
     snapshot *seen[MOST_RANKS];
     char failure[MOST_RANKS][RD_TEXT];
     uint64_t calls[TC_KIND_COUNT]; // of rank 0
+    uint64_t along;                // gradients that rank 0 sums along with others
     tc_world world;
     ms_config config;
     /* ON_LATE: another order; the event that rank 0 leaves out, of how many, and which matter. */
@@ -248,6 +249,15 @@ static void close_device(run *r, uint32_t rank, rank_device *device, ms_config *
 }
 #endif
 
+static uint64_t summed_along(const msi_program *p) {
+    uint64_t along = 0;
+    for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
+        const msi_instruction *i = &p->code.instructions.items[now];
+        along += i->op == MSI_OP_REDUCE ? i->operand_count / 2u - 1 : 0;
+    }
+    return along;
+}
+
 static void *work(uint32_t rank, void *argument) {
     run *r = (run *)argument;
     ms_config config = r->config;
@@ -272,6 +282,9 @@ static void *work(uint32_t rank, void *argument) {
             rd_force_half(n, r->graph[rank].seed);
         }
         result = ms_wrap(n->model);
+    }
+    if (rank == 0 && result == MS_RESULT_OK) {
+        r->along = summed_along(&n->model->run.plan->train);
     }
     if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
         ms_memory_report report;
@@ -411,6 +424,7 @@ static void test_random_graphs(void **state) {
     const uint32_t count =
         (uint32_t)t_environment("MEMSCALE_TEST_DAGS", t_sweep(QUICK_GRAPHS, GRAPHS));
     uint64_t calls[TC_KIND_COUNT] = {0};
+    uint64_t along = 0;    // gradients that NCCL summed along with others
     uint32_t compared = 0; // with one rank
     for (uint32_t k = 0; k < count; ++k) {
         const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
@@ -451,6 +465,7 @@ static void test_random_graphs(void **state) {
             for (uint32_t r = 0; r < ranks; ++r) {
                 assert_same(g, sharded->seen[0], late->seen[r], "streams at once and late");
             }
+            along += at > ON_LATE ? late->along : 0;
             run_free(late);
         }
         for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
@@ -461,7 +476,9 @@ static void test_random_graphs(void **state) {
         free(g);
     }
     assert_true(compared > 0 || count < 40);
-    print_message("compared with one rank: %u\n", (unsigned)compared);
+    assert_true(along > 0 || PLACES <= ON_LATE + 1 || count < 40);
+    print_message("compared with one rank: %u; gradients summed along with others: %llu\n",
+                  (unsigned)compared, (unsigned long long)along);
     for (int kind = 0; kind < TC_KIND_COUNT; ++kind) {
         print_message("%s: %llu\n", meeting_kind_name((tc_kind)kind),
                       (unsigned long long)calls[kind]);
