@@ -15407,25 +15407,14 @@ static void msi_lower_layer_forward(msi_lowering *w, msi_op op, uint32_t layer) 
     }
 }
 
-/* Gradients that are summed over ranks in one bucket: the collectives of those before the last, which comes
-   where they have all been completed. */
+/* Gradients that are summed over ranks in one bucket, and their collectives: those before the last, which
+   comes where all have been completed, will do nothing. */
 typedef struct msi_bucket {
-    uint32_t at[MSI_MOST_TOGETHER], count;
+    uint32_t at[MSI_MOST_TOGETHER], gradients[MSI_MOST_TOGETHER], count;
     uint64_t bytes;
 } msi_bucket;
 
-/* Whether an instruction uses a gradient of a bucket, so that the bucket is full before it. */
-static bool msi_uses_bucket(const msi_program *p, const msi_bucket *bucket,
-                            const msi_instruction *i) {
-    bool uses = false;
-    for (uint32_t n = 0; n < bucket->count && !uses; n++) {
-        const msi_instruction *sum = &p->code.instructions.items[bucket->at[n]];
-        uses = msi_uses(p, i, p->code.operands.items[sum->operand_first].range);
-    }
-    return uses;
-}
-
-/* The last collective of a bucket gets the operands of all, and the others do nothing. */
+/* The last collective of a bucket gets the operands of all. */
 static void msi_sum_bucket(msi_lowering *w, msi_bucket *bucket) {
     msi_code *code = &w->program->code;
     msi_instruction *all = code->instructions.items;
@@ -15434,47 +15423,55 @@ static void msi_sum_bucket(msi_lowering *w, msi_bucket *bucket) {
         const uint32_t first = code->operands.count;
         for (uint32_t n = 0; n < bucket->count; n++) {
             msi_instruction *i = &all[bucket->at[n]];
-            for (uint32_t k = 0; k < i->operand_count; k++) {
-                code->operands.items[code->operands.count++] =
-                    code->operands.items[i->operand_first + k];
-            }
+            memcpy(code->operands.items + code->operands.count,
+                   code->operands.items + i->operand_first, 2 * sizeof(msi_operand));
+            code->operands.count += 2;
+            i->is_timed = false;
             if (i != last) {
                 i->op = (uint8_t)MSI_OP_NOTHING;
                 i->operand_count = 0;
-                i->is_timed = false;
             }
         }
         last->target = all[bucket->at[0]].target;
         last->operand_first = first;
-        last->operand_count = (uint16_t)(code->operands.count - first);
-        last->is_timed = false;
+        last->operand_count = (uint16_t)(2 * bucket->count);
     }
     bucket->count = 0;
     bucket->bytes = 0;
 }
 
-/* Whether a gradient can be summed along with others. Of one that accumulates at home on the host that is
-   done there if a step ends early (msi_sum_at_home), one by one. */
-static bool msi_may_fill(const msi_lowering *w, const msi_instruction *i) {
-    const msi_operand *gradient = w->program->code.operands.items + i->operand_first;
-    return i->op == MSI_OP_REDUCE && (!i->is_last || gradient->range < w->store->residents.count);
+/* Adds a collective to a bucket. Not one for a gradient that accumulates at home on the host: that is summed
+   there if a step ends early, by itself (msi_sum_at_home). */
+static bool msi_add_to_bucket(const msi_lowering *w, msi_bucket *bucket, uint32_t now) {
+    const msi_instruction *i = &w->program->code.instructions.items[now];
+    const uint32_t gradient = w->program->code.operands.items[i->operand_first].range;
+    const bool fits = !i->is_last || gradient < w->store->residents.count;
+    if (fits) {
+        bucket->at[bucket->count] = now;
+        bucket->gradients[bucket->count++] = gradient;
+        bucket->bytes += w->graph->tensors.items[i->target].largest_bytes;
+    }
+    return fits;
 }
 
 /* Sums gradients over ranks together, as far as the first of a bucket can wait for the last: one that is
-   updated inside backward cannot. A collective takes a while however little it sends. */
+   updated inside backward cannot. A collective takes a while however little it sends. No layer is called
+   with a gradient that has been completed. */
 static void msi_fill_buckets(msi_lowering *w) {
     msi_program *p = w->program;
     const uint32_t bits = w->decisions[w->graph->tensors.count].bucket;
     msi_bucket bucket = MSI_ZERO_INIT;
     for (uint32_t now = p->code.forward_end; bits > 0 && now < p->code.instructions.count; now++) {
         const msi_instruction *i = &p->code.instructions.items[now];
-        const bool fills = msi_may_fill(w, i);
-        if (fills) {
-            bucket.at[bucket.count++] = now;
-            bucket.bytes += w->graph->tensors.items[i->target].largest_bytes;
+        bool is_full = false;
+        if (i->op == MSI_OP_REDUCE && msi_add_to_bucket(w, &bucket, now)) {
+            is_full = bucket.count == MSI_MOST_TOGETHER || bucket.bytes >> bits > 0;
+        } else if (!msi_calls_layer((msi_op)i->op)) {
+            for (uint32_t n = 0; n < bucket.count; n++) {
+                is_full |= msi_uses(p, i, bucket.gradients[n]);
+            }
         }
-        if (bucket.count == MSI_MOST_TOGETHER || bucket.bytes >> bits > 0 ||
-            (!fills && msi_uses_bucket(p, &bucket, i))) {
+        if (is_full) {
             msi_sum_bucket(w, &bucket);
         }
     }
@@ -19151,25 +19148,25 @@ static void msi_decide_first(const msi_scorer *s, msi_tensor_decision *decisions
     decisions[s->graph->tensors.count].bucket = s->bucket;
 }
 
-/* Chooses how many bytes of gradients are summed over ranks in a group, by the plain plan: the larger it is,
-   the fewer times the network waits, and the later the last begins. Up to as many as it sends in the time
-   for which it waits; up to eight times as many; or each by itself. */
+/* Chooses, by the plain plan, whether each gradient is summed over ranks by itself or along with others, up
+   to as many bytes as the network sends in the time for which it waits each time. */
 static void msi_choose_bucket(msi_scorer *s, msi_tensor_decision *decisions) {
     const ms_hardware *h = &s->costs->hardware;
-    double bytes = h->network_us * h->network_gb_per_s * 1e3, least_us = 0.0;
-    uint8_t bits = 0, best = 0;
-    for (; bytes >= 2.0 && bits < 50; bytes *= 0.5) {
+    double us[2];
+    uint8_t bits = 0;
+    if (s->store->rank_count < 2 || !s->costs->has_groups) {
+        return;
+    }
+    for (double bytes = h->network_us * h->network_gb_per_s * 1e3; bytes >= 2.0 && bits < 62;
+         bytes *= 0.5) {
         bits++;
     }
-    const uint8_t all[] = {0, bits, (uint8_t)(bits + 3)};
-    for (uint32_t k = 0; k < 3 && s->store->rank_count > 1 && s->costs->has_groups; k++) {
-        s->bucket = all[k];
+    for (int k = 0; k < 2; k++) {
+        s->bucket = k == 1 ? bits : 0;
         msi_decide_first(s, decisions);
-        const double us = msi_estimate(s, decisions).us;
-        best = k == 0 || us < least_us ? all[k] : best;
-        least_us = k == 0 || us < least_us ? us : least_us;
+        us[k] = msi_estimate(s, decisions).us;
     }
-    s->bucket = best;
+    s->bucket = us[1] < us[0] ? bits : 0;
 }
 
 /* What a search begins with: nothing is dropped or moved by choice, only what is forced. Early
@@ -23131,8 +23128,9 @@ typedef struct msi_level {
     msi_sharding sharding;
     double us, bound_us; // as in msi_rounding
     uint64_t least_bytes, resident_bytes;
-    uint32_t probed,
-        probed_rounding; // lists of moves that were searched: a mask; with which roundings
+    double probed_us; // of its best plan among those that were probed; 0: others had a faster one
+    uint32_t probed;  // lists of moves that were searched: a mask
+    uint32_t probed_rounding; // with which roundings
 } msi_level;
 
 enum { MSI_LEVELS = MSI_SHARDS_VALUE + 1 };
@@ -23218,9 +23216,15 @@ static void msi_probe_level(const msi_solver *s, msi_search *search, msi_level *
     msi_release(s->scorer->allocator, list, list ? MSI_LISTS * sizeof *list : 0);
 }
 
+/* Whether a level may have the best plan, of which so many microseconds were found. */
+static bool msi_is_promising(const msi_level *l, double us) {
+    return l->probed_us > 0.0 && l->probed_us < 1.02 * us;
+}
+
 /* Params are divided in all plans alike, or not: that takes as much of the network for each byte, and
    msi_share_less takes back what turns out not to be needed. All plans are searched of the level for
-   which a few are best; of others, if none of these fits. */
+   which a few are best or, where more is divided, nearly so: all have more room there. Those of other
+   levels are searched if none of these fits. */
 static void msi_search_allowed(const msi_solver *s, msi_search *search) {
     msi_level list[MSI_LEVELS];
     const uint32_t count = msi_list_levels(s, search, list);
@@ -23230,9 +23234,13 @@ static void msi_search_allowed(const msi_solver *s, msi_search *search) {
         search->least_us = least_us;
         search->how.sharding = list[k].sharding;
         msi_probe_level(s, search, &list[k]);
+        const bool is_best = search->fits && search->best_how.sharding == list[k].sharding;
+        list[k].probed_us = is_best ? search->best_score.us : 0.0;
     }
-    for (uint32_t k = 1; k < count && search->fits; k++) {
-        if (list[k].sharding == search->best_how.sharding) {
+    for (uint32_t k = 1; k < count; k++) {
+        if (msi_is_promising(&list[k], search->best_score.us) &&
+            (!msi_is_promising(&list[0], search->best_score.us) ||
+             list[k].sharding > list[0].sharding)) {
             const msi_level best = list[k];
             list[k] = list[0];
             list[0] = best;
@@ -23493,7 +23501,9 @@ static MSI_NOINLINE void msi_solve(msi_scorer *scorer, const msi_request *reques
     s.scorer = scorer;
     s.request = request;
     s.plan = plan;
-    if (request->goal != MSI_GOAL_SQUEEZED) {
+    if (request->guide) {
+        scorer->bucket = request->guide->decisions[scorer->graph->tensors.count].bucket;
+    } else if (request->goal != MSI_GOAL_SQUEEZED) {
         msi_choose_bucket(scorer, plan->decisions);
     }
     if (request->goal == MSI_GOAL_FOLLOW || !MSI_HAS_PLANNER) {

@@ -62,6 +62,7 @@ static uint8_t bits_of(const ms_model *m) {
 typedef struct sums {
     uint32_t collectives, gradients, most;
     uint32_t layers; // most, of one collective
+    uint32_t early;  // updates inside backward
 } sums;
 
 /* Counts what is summed; checks that each gradient is summed once, before it is used, and that no
@@ -72,7 +73,7 @@ static sums sums_of(const ms_model *m) {
     const uint32_t bits = bits_of(m);
     bool *summed = (bool *)calloc(p->code.ranges.count, sizeof *summed);
     bool *used = (bool *)calloc(p->code.ranges.count, sizeof *used);
-    sums s = {0, 0, 0, 0};
+    sums s = {0, 0, 0, 0, 0};
     for (uint32_t now = 0; now < p->code.instructions.count; ++now) {
         const msi_instruction *i = &p->code.instructions.items[now];
         const msi_operand *operands = p->code.operands.items + i->operand_first;
@@ -81,6 +82,7 @@ static sums sums_of(const ms_model *m) {
         uint32_t layers = 0, last = MSI_NONE;
         for (uint32_t k = 0; k < i->operand_count && operands[k].range != MSI_NONE; ++k) {
             used[operands[k].range] |= i->op == MSI_OP_NORM || i->op == MSI_OP_UPDATE;
+            s.early += k == 1 && i->op == MSI_OP_UPDATE && now < p->code.backward_end;
         }
         for (uint32_t k = 0; k < pairs && i->op == MSI_OP_REDUCE; ++k) {
             const uint32_t range = operands[2 * k].range;
@@ -176,6 +178,18 @@ static void nothing_goes_together_without_groups(void **state) {
     ms_destroy(m);
 }
 
+/* What is updated inside backward is summed before that, along with what can still come before it. */
+static void updates_do_not_wait(void **state) {
+    (void)state;
+    ms_config config = config_of_ranks(4);
+    config.early_update = MS_SWITCH_ON;
+    ms_model *m = chain(&config, 20.0, 100.0, NULL);
+    const sums s = sums_of(m);
+    assert_int_equal(s.gradients, 2 * LAYERS);
+    assert_true(s.early > LAYERS && s.collectives < s.gradients / 2);
+    ms_destroy(m);
+}
+
 /* A plan in a file has it, also where another would be chosen. */
 static void files_have_it(void **state) {
     (void)state;
@@ -207,18 +221,33 @@ static void files_have_it(void **state) {
 static void random_graphs(void **state) {
     (void)state;
     const uint64_t graphs = t_environment("MEMSCALE_TEST_DAGS", GRAPHS);
-    uint32_t collectives = 0, gradients = 0;
+    uint32_t collectives = 0, gradients = 0, early = 0;
     for (uint64_t seed = 1; seed <= graphs; ++seed) {
         char failure[RD_TEXT] = "";
         rd_graph *g = rd_generate(seed);
         ms_config config = config_of_ranks(2 + (uint32_t)seed % 3);
         config.mode = (ms_mode)(seed % 3);
         config.sharding = seed % 2 ? MS_SWITCH_OFF : MS_SWITCH_DEFAULT;
+        if (seed / 4 % 2) {
+            g->accumulation = 1;
+            g->optimizer.grad_clip_norm = 0.0f;
+        }
         rd_net *n = rd_net_create(g, &config, "buckets", failure, false);
-        t_ok(n->model, ms_wrap(n->model));
+        for (uint32_t i = 0; i < g->value_count && seed / 4 % 2; ++i) {
+            if (g->value[i].role == RD_PARAM) {
+                ms_set_tensor_technique(n->model, n->handle[i], MS_TECHNIQUE_EARLY_UPDATE,
+                                        MS_SWITCH_ON);
+            }
+        }
+        if (ms_wrap(n->model) != MS_RESULT_OK) { // with a norm, none can be updated early
+            rd_net_destroy(n);
+            n = rd_net_create(g, &config, "buckets", failure, false);
+            t_ok(n->model, ms_wrap(n->model));
+        }
         sums s = sums_of(n->model);
         collectives += s.collectives;
         gradients += s.gradients;
+        early += s.early;
         ms_set_budget(n->model, n->model->run.plan->plain_bytes * (4 + seed % 5) / 10);
         if (ms_wrap(n->model) == MS_RESULT_OK) {
             (void)sums_of(n->model);
@@ -226,14 +255,16 @@ static void random_graphs(void **state) {
         rd_net_destroy(n);
         free(g);
     }
-    print_message("%u gradients in %u collectives\n", (unsigned)gradients, (unsigned)collectives);
-    assert_true(collectives * 5 < gradients * 4);
+    print_message("%u gradients in %u collectives, %u updates inside backward\n",
+                  (unsigned)gradients, (unsigned)collectives, (unsigned)early);
+    assert_true(collectives * 5 < gradients * 4 && (early > 0 || graphs < GRAPHS));
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_plan_chooses),
         cmocka_unit_test(nothing_goes_together_without_groups),
+        cmocka_unit_test(updates_do_not_wait),
         cmocka_unit_test(files_have_it),
         cmocka_unit_test(random_graphs),
     };
