@@ -13395,6 +13395,28 @@ static bool msi_uses(const msi_program *p, const msi_instruction *i, uint32_t ra
     return used;
 }
 
+/* Gives an instruction the operands of another after its own; that one does nothing from now on. False
+   without memory. */
+static bool msi_take_operands(const ms_allocator *a, msi_code *code, msi_instruction *to,
+                              msi_instruction *from) {
+    const uint32_t first = code->operands.count, count = to->operand_count + from->operand_count;
+    if (!MSI_RESERVE(msi_operand, a, code->operands, first + (uint64_t)count)) {
+        return false;
+    }
+    msi_operand *all = code->operands.items;
+    memcpy(all + first, all + to->operand_first, to->operand_count * sizeof *all);
+    memcpy(all + first + to->operand_count, all + from->operand_first,
+           from->operand_count * sizeof *all);
+    code->operands.count += count;
+    to->operand_first = first;
+    to->operand_count = (uint16_t)count;
+    from->op = (uint8_t)MSI_OP_NOTHING;
+    from->operand_count = 0;
+    from->event = MSI_NO_EVENT;
+    to->is_timed = from->is_timed = false;
+    return true;
+}
+
 /* The op of an instruction; a copy gets that of its direction, by where its ends are. */
 static msi_op msi_direction(const msi_program *p, const msi_instruction *i) {
     const msi_operand *operands = p->code.operands.items + i->operand_first;
@@ -15416,25 +15438,11 @@ typedef struct msi_bucket {
 
 /* The last collective of a bucket gets the operands of all. */
 static void msi_sum_bucket(msi_lowering *w, msi_bucket *bucket) {
-    msi_code *code = &w->program->code;
-    msi_instruction *all = code->instructions.items;
-    if (bucket->count > 1 && MSI_ROOM_FOR(msi_operand, w, code->operands, 2u * bucket->count)) {
-        msi_instruction *last = &all[bucket->at[bucket->count - 1]];
-        const uint32_t first = code->operands.count;
-        for (uint32_t n = 0; n < bucket->count; n++) {
-            msi_instruction *i = &all[bucket->at[n]];
-            memcpy(code->operands.items + code->operands.count,
-                   code->operands.items + i->operand_first, 2 * sizeof(msi_operand));
-            code->operands.count += 2;
-            i->is_timed = false;
-            if (i != last) {
-                i->op = (uint8_t)MSI_OP_NOTHING;
-                i->operand_count = 0;
-            }
-        }
-        last->target = all[bucket->at[0]].target;
-        last->operand_first = first;
-        last->operand_count = (uint16_t)(2 * bucket->count);
+    msi_program *p = w->program;
+    msi_instruction *all = p->code.instructions.items;
+    for (uint32_t n = 0; n + 1 < bucket->count && !p->out_of_memory; n++) {
+        p->out_of_memory = !msi_take_operands(w->allocator, &p->code, &all[bucket->at[n + 1]],
+                                              &all[bucket->at[n]]);
     }
     bucket->count = 0;
     bucket->bytes = 0;
@@ -23767,16 +23775,11 @@ static bool msi_pass_on(msi_ordering *o, uint32_t wait, int engine) {
     msi_instruction *from = &p->code.instructions.items[wait];
     const uint32_t next = msi_next_wait(p, wait + 1, engine, false);
     msi_instruction *to = &p->code.instructions.items[next];
-    const uint32_t first = p->code.operands.count, count = to->operand_count + from->operand_count;
-    if (!MSI_RESERVE(msi_operand, o->allocator, p->code.operands, first + (uint64_t)count)) {
+    if (!msi_take_operands(o->allocator, &p->code, to, from)) {
         return false;
     }
-    msi_operand *operands = p->code.operands.items + first;
-    memcpy(operands, p->code.operands.items + to->operand_first,
-           to->operand_count * sizeof *operands);
-    memcpy(operands + to->operand_count, p->code.operands.items + from->operand_first,
-           from->operand_count * sizeof *operands);
-    for (uint32_t k = 0; k < count; k++) {
+    const msi_operand *operands = p->code.operands.items + to->operand_first;
+    for (uint32_t k = 0; k < to->operand_count; k++) {
         msi_range *range = &p->code.ranges.items[operands[k].range];
         if (operands[k].range >= o->store->residents.count && range->last < next) {
             msi_block *block = msi_block_of(p, range);
@@ -23784,12 +23787,6 @@ static bool msi_pass_on(msi_ordering *o, uint32_t wait, int engine) {
             block->last = block->last < next ? next : block->last;
         }
     }
-    p->code.operands.count += count;
-    to->operand_first = first;
-    to->operand_count = (uint16_t)count;
-    from->op = (uint8_t)MSI_OP_NOTHING;
-    from->operand_count = 0;
-    from->event = MSI_NO_EVENT;
     return true;
 }
 

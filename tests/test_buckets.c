@@ -84,13 +84,13 @@ static sums sums_of(const ms_model *m) {
             used[operands[k].range] |= i->op == MSI_OP_NORM || i->op == MSI_OP_UPDATE;
             s.early += k == 1 && i->op == MSI_OP_UPDATE && now < p->code.backward_end;
         }
-        for (uint32_t k = 0; k < pairs && i->op == MSI_OP_REDUCE; ++k) {
+        for (uint32_t k = pairs; i->op == MSI_OP_REDUCE && k-- > 0;) { // the last one comes first
             const uint32_t range = operands[2 * k].range;
             const uint32_t t = p->code.ranges.items[range].tensor;
             const uint32_t layer = m->graph.tensors.items[t].last_gradient;
             assert_int_equal(operands[2 * k + 1].range, range);
             assert_true(!summed[range] && !used[range]);
-            assert_true(k == 0 || (bits > 0 && bytes >> bits == 0));
+            assert_true(k + 1 == pairs || (bits > 0 && bytes >> bits == 0));
             summed[range] = true;
             bytes += m->graph.tensors.items[t].bytes;
             layers += layer != last;
