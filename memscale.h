@@ -12045,8 +12045,8 @@ static void msi_get_hardware(ms_model *m) {
     msi_fill_speeds(h);
     m->costs.tf32 = m->config.tf32;
     m->costs.rank_count = m->ranks.count;
-    m->costs.has_groups =
-        m->config.dry_run || (m->config.comm.group_begin && m->config.comm.on_device);
+    const ms_comm *comm = &m->config.comm; // of a dry run, perhaps without functions
+    m->costs.has_groups = comm->on_device && (comm->group_begin || !comm->all_reduce);
     m->costs.most_us = m->config.max_instruction_us;
     m->costs.splits_layers = m->config.tiling != MS_SWITCH_OFF;
     m->costs.has_copies =

@@ -18,6 +18,7 @@ static ms_config config_of_ranks(uint32_t count) {
     config.comm.size = sizeof config.comm;
     config.comm.name = "dry";
     config.comm.count = count;
+    config.comm.on_device = true; // as that of NCCL
     return config;
 }
 
@@ -151,6 +152,17 @@ static void the_plan_chooses(void **state) {
     }
 }
 
+static int sum_nothing(void *user, const ms_collective *c) {
+    (void)user;
+    (void)c;
+    return 0;
+}
+
+static int begin_nothing(void *user) {
+    (void)user;
+    return 0;
+}
+
 /* A comm that cannot group sums each gradient by itself, and is expected to wait for each; one rank sums
    nothing. */
 static void nothing_goes_together_without_groups(void **state) {
@@ -170,6 +182,15 @@ static void nothing_goes_together_without_groups(void **state) {
         c.has_groups = k == 1;
         const double us = msi_network_us(&c, &p, &i, 4000.0);
         assert_true(fabs(us - ((k == 1 ? 10.0 : 30.0) + 2.0)) < 1e-9);
+    }
+    for (int k = 0; k < 3; ++k) { // a dry run plans as the run will that has this comm
+        ms_config config = config_of_ranks(4);
+        config.comm.on_device = k > 0;
+        config.comm.all_reduce = sum_nothing;
+        config.comm.group_begin = config.comm.group_end = k == 2 ? begin_nothing : NULL;
+        ms_model *m = chain(&config, 20.0, 100.0, NULL);
+        assert_true((bits_of(m) > 0) == (k == 2));
+        ms_destroy(m);
     }
     const ms_config config = config_of_ranks(1);
     ms_model *m = chain(&config, 20.0, 100.0, NULL);

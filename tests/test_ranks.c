@@ -258,6 +258,33 @@ static uint64_t summed_along(const msi_program *p) {
     return along;
 }
 
+static rd_net *make_net(run *r, uint32_t rank, const ms_config *config, bool forces) {
+    rd_net *n = rd_net_create(&r->graph[rank], config, "rank", r->failure[rank], false);
+    if (r->halves) {
+        rd_force_half(n, r->graph[rank].seed);
+    }
+    if (forces) {
+        force(n, r->seed);
+    }
+    return n;
+}
+
+/* A net with a plan, and the hash of that. */
+static rd_net *wrap_net(run *r, uint32_t rank, const ms_config *config, uint64_t *hash) {
+    ms_memory_report report;
+    rd_net *n = make_net(r, rank, config, r->seed != 0);
+    ms_result result = ms_wrap(n->model);
+    if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
+        rd_net_destroy(n);
+        n = make_net(r, rank, config, false);
+        result = ms_wrap(n->model);
+    }
+    const bool fine =
+        is_ok(n, result, "ms_wrap") && is_ok(n, ms_report(n->model, &report), "ms_report");
+    *hash = fine ? report.plan_hash : 0;
+    return n;
+}
+
 static void *work(uint32_t rank, void *argument) {
     run *r = (run *)argument;
     ms_config config = r->config;
@@ -266,27 +293,21 @@ static void *work(uint32_t rank, void *argument) {
     config.comm_timeout = r->left_out ? 2.0 : 20.0;
     r->graph[rank].move = NULL;
     open_device(r, rank, device, &config);
-    rd_net *n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
+    uint64_t hash = 0, dry_hash = 0;
+    if (rank == 0) { // a dry run, which meets nobody, has the plan of the run
+        ms_config dry = config;
+        dry.dry_run = true;
+        rd_net_destroy(wrap_net(r, rank, &dry, &dry_hash));
+    }
+    rd_net *n = wrap_net(r, rank, &config, &hash);
     r->seen[rank]->used = r->seen[rank]->count = 0;
-    if (r->halves) {
-        rd_force_half(n, r->graph[rank].seed);
-    }
-    if (r->seed) {
-        force(n, r->seed);
-    }
-    ms_result result = ms_wrap(n->model);
-    if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
-        rd_net_destroy(n);
-        n = rd_net_create(&r->graph[rank], &config, "rank", r->failure[rank], false);
-        if (r->halves) {
-            rd_force_half(n, r->graph[rank].seed);
-        }
-        result = ms_wrap(n->model);
-    }
-    if (rank == 0 && result == MS_RESULT_OK) {
+    if (hash && rank == 0) {
         r->along = summed_along(&n->model->run.plan->train);
+        if (hash != dry_hash) {
+            (void)rd_fail(&n->run, "a dry run has another plan");
+        }
     }
-    if (is_ok(n, result, "ms_wrap") && train(r, rank, n)) {
+    if (hash && train(r, rank, n)) {
         ms_memory_report report;
         (void)is_ok(n, ms_report(n->model, &report), "ms_report");
     }
