@@ -32010,6 +32010,7 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
         }
         MSI_THEN(result, m->ranks.count > 1 ? msi_vote_before(m, p, i) : MS_RESULT_OK);
         if (m->ranks.gives_up && result == MS_RESULT_OK && !msi_is_for_ranks(p, i)) {
+            m->ranks.is_committed |= i->op == MSI_OP_CLIP; // the vote on the norm was the last one
             m->run.position++;
             continue;
         }
