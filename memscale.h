@@ -3971,7 +3971,8 @@ MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_s
     for (uint32_t r = 0; r < vote_count; r++) { // names the first that gives up, or else differs
         const bool gives_up = votes[r].gives_up != 0;
         const bool differs = !msi_is_alike_vote(&votes[r], votes);
-        if (gives_up || (differs && halted != (uint32_t)MS_HALT_RANKS)) {
+        if (gives_up ||
+            (differs && (halted != (uint32_t)MS_HALT_RANKS || judged->halted_by == 0))) {
             halted = MS_HALT_RANKS;
             judged->halted_by = r << 22 | votes[r].gives_up;
         }
@@ -5358,7 +5359,7 @@ typedef struct msi_ranks {
     uint64_t budget_bytes, host_budget_bytes;
     uint32_t here;     // ranks on this machine; 0: they have not agreed
     bool has_agreed;   // a vote has ended the step, on all ranks
-    bool gives_up;     // from here on it takes part in collectives alone, until the next vote
+    bool gives_up;     // from here on it calls no layer, until a vote has ended the step
     bool is_committed; // this step's vote on its update has been counted
     ms_result why;
     ms_result told; // of all when they last agreed on a result: the first one that is not OK
@@ -27546,6 +27547,7 @@ static ms_result msi_vote(ms_model *m, ms_vote_kind kind, ms_norm *norms) {
     MSI_THEN(result,
              MSI_DEVICE(m, count_votes, "vote of the ranks", votes, ranks, judged, norms, count));
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
+    m->ranks.is_committed |= result == MS_RESULT_OK && (kind == MS_VOTE_NORM || kind == MS_VOTE_GO);
     return result;
 }
 
@@ -27555,7 +27557,6 @@ static ms_result msi_vote_to_go(ms_model *m) {
     ms_result result = msi_vote(m, MS_VOTE_GO, NULL);
     MSI_THEN(result, waits ? msi_copy_verdict(m) : MS_RESULT_OK);
     MSI_THEN(result, waits ? msi_act_on_verdict(m) : MS_RESULT_OK);
-    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -27734,7 +27735,6 @@ static ms_result msi_run_clip(ms_model *m, const msi_program *p) {
     m->run.verdict = MSI_VERDICT_ON_DEVICE;
     MSI_THEN(result, m->run.recording ? MS_RESULT_OK : msi_copy_verdict(m));
     MSI_THEN(result, b->is_asynchronous ? MS_RESULT_OK : msi_act_on_verdict(m));
-    m->ranks.is_committed = result == MS_RESULT_OK && m->ranks.count > 1;
     return result;
 }
 
@@ -31405,7 +31405,7 @@ static ms_result msi_run_update(ms_model *m, const msi_program *p, const msi_ins
         MSI_THEN(result, msi_act_on_verdict(m));
     }
     const ms_step_state *verdict = msi_verdict(m, false);
-    if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE) {
+    if (result == MS_RESULT_OK && verdict->halted == (uint32_t)MS_HALT_NONE && !m->ranks.gives_up) {
         args.t -= msi_may_skip(m, m->run.store) ? verdict->skipped_steps : 0;
         result = msi_debugs(m) ? msi_debug_update(m, &args) : msi_custom_update(m, &args);
     }
@@ -31961,17 +31961,19 @@ static ms_result msi_check_cancel(ms_model *m) {
                     (unsigned)m->run.position);
 }
 
-/* After an error on one of several ranks: it goes on with collectives up to the next vote, so that no
-   other waits for it in vain. Where a vote has ended the step, or the network has failed, it ends at
-   once, as the others do. */
+/* After an error on one of several ranks: it goes on, without layers, so that no other waits for it in
+   vain, until a vote has ended the step. An asynchronous device learns of that vote before the host
+   does: by then the others run the update, which is halted, and gather params from this rank too, whose
+   copies therefore go on. Where a vote has ended the step, or the network has failed, it ends at once,
+   as the others do. */
 static MSI_COLD ms_result msi_go_on_with_ranks(ms_model *m, ms_result result, bool has_run) {
     const msi_instruction *i = &m->run.program->code.instructions.items[m->run.position];
     if (msi_flag_is_set(&m->ranks.is_broken)) {
         return msi_fail_ranks(m);
     }
-    const bool ends = (has_run && msi_engines[msi_ops[i->op].engine].is_network) ||
-                      i->op == MSI_OP_CLIP || m->run.recording || m->ranks.gives_up ||
-                      m->ranks.has_agreed;
+    const bool for_ranks = i->op == MSI_OP_CLIP || msi_engines[msi_ops[i->op].engine].is_network;
+    const bool ends =
+        (has_run && for_ranks) || m->run.recording || m->ranks.gives_up || m->ranks.has_agreed;
     return ends ? result
                 : msi_give_up(m, result,
                               msi_calls_layer((msi_op)i->op) && has_run ? i->target : UINT32_MAX);
@@ -31988,13 +31990,6 @@ static ms_result msi_vote_before(ms_model *m, const msi_program *p, const msi_in
     return result;
 }
 
-/* Whether a rank that has given the step up still runs an instruction. */
-static bool msi_is_for_ranks(const msi_program *p, const msi_instruction *i) {
-    const msi_engine engine =
-        i->op == MSI_OP_WAIT ? msi_awaited_engine(p, i) : msi_ops[i->op].engine;
-    return msi_engines[engine].is_network;
-}
-
 /* Runs the program up to an instruction, or as far as a slice has time: MORE. Steps that are timed
    or in slices share this loop with the others, so that msi_run_instruction is called in one place
    only, and the compiler can inline it. */
@@ -32009,8 +32004,7 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
             return result;
         }
         MSI_THEN(result, m->ranks.count > 1 ? msi_vote_before(m, p, i) : MS_RESULT_OK);
-        if (m->ranks.gives_up && result == MS_RESULT_OK && !msi_is_for_ranks(p, i)) {
-            m->ranks.is_committed |= i->op == MSI_OP_CLIP; // the vote on the norm was the last one
+        if (m->ranks.gives_up && result == MS_RESULT_OK && msi_calls_layer((msi_op)i->op)) {
             m->run.position++;
             continue;
         }

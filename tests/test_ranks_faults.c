@@ -105,6 +105,7 @@ static uint32_t first_other(const snapshot *a, const snapshot *b, bool buffers) 
     X(FAULT_NAN, "a loss that is not a number")                                                    \
     X(FAULT_CANCEL, "ms_cancel in a callback")                                                     \
     X(FAULT_CANCELS, "ms_cancel by another thread")                                                \
+    X(FAULT_CANCEL_AT, "ms_cancel before an instruction")                                          \
     X(FAULT_MEMORY, "no memory")                                                                   \
     X(FAULT_COLLECTIVE, "a collective")                                                            \
     X(FAULT_STALL, "a collective that comes too late")                                             \
@@ -145,7 +146,9 @@ typedef struct one_rank {
     uint64_t calls; // of callbacks, of which some are updates:
     uint64_t updates, some_update;
     uint64_t passes, first_alloc;
+    uint64_t places, some_early_end; // where it may cancel, of which one before a step's early end
     const char *failed_in;
+    bool has_given_up; // a callback has failed in the call under way
     uint32_t failed_layer;
     outcome outcomes[MOST_OUTCOMES];
     uint32_t outcome_count;
@@ -164,6 +167,7 @@ typedef struct job {
     uint32_t culprit;
     uint64_t at; // the call that fails
     bool keeps_aborts, on_calling_thread;
+    bool slices; // all ranks run all passes in slices, of one instruction if possible
     double timeout_s;
     ms_config config;
     tc_world world;
@@ -189,6 +193,10 @@ static void sleep_s(double seconds) {
 static bool fails_now(one_rank *r, const char *in, uint32_t layer) {
     const job *j = r->job;
     r->calls += 1;
+    if (r->has_given_up) {
+        rd_fail(&r->net->run, "%s is called after an error of %s in the same step", in,
+                r->failed_in);
+    }
     if (r->number != j->culprit || r->calls != j->at) {
         return false;
     }
@@ -197,6 +205,7 @@ static bool fails_now(one_rank *r, const char *in, uint32_t layer) {
     if (j->which == FAULT_CANCEL) {
         ms_cancel(r->net->model);
     }
+    r->has_given_up = j->which == FAULT_CALLBACK && !j->config.debug; // whose checks call more
     return j->which == FAULT_CALLBACK;
 }
 
@@ -273,6 +282,7 @@ static int faulty_update(const ms_update_args *args) {
 /* Notes the end of something that all ranks do. */
 static ms_result note(one_rank *r, const char *call, ms_result result) {
     const ms_model *m = r->net->model;
+    r->has_given_up = false;
     if (r->outcome_count == MOST_OUTCOMES) {
         rd_fail(&r->net->run, "no end of %s", call);
         return MS_RESULT_OUT_OF_MEMORY;
@@ -313,7 +323,7 @@ static void force(one_rank *r, uint64_t seed, bool moves) {
             ms_set_tensor_technique(n->model, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
         }
     }
-    if (moves && seed % 2 == 0) {
+    if (moves && seed / 4 % 2 == 0) { // on late devices too
         rd_force_moves(n, &rng);
     }
 }
@@ -398,19 +408,41 @@ static void begin_pass(rd_net *n, uint32_t step, uint32_t micro) {
     }
 }
 
+/* The culprit of FAULT_CANCEL_AT cancels here, if it is its turn. */
+static void cancel_at(one_rank *r) {
+    const job *j = r->job;
+    r->places += 1;
+    if (j->which == FAULT_CANCEL_AT && r->number == j->culprit && r->places == j->at) {
+        r->failed_in = "here";
+        r->failed_layer = UINT32_MAX;
+        ms_cancel(r->net->model);
+    }
+}
+
+/* A slice of some microseconds, or of one instruction. */
+static ms_result run_slice(one_rank *r, uint32_t *position, double *loss) {
+    ms_model *m = r->net->model;
+    if (r->job->slices && m->run.position != *position) {
+        *position = m->run.position;
+        cancel_at(r);
+    }
+    return ms_step_slice(m, r->job->slices ? 1 : t_below(&r->rng, 40), loss);
+}
+
 /* One micro-batch, at once, in slices, or in three calls. */
 static ms_result pass(one_rank *r, bool is_last, double *loss) {
     ms_model *m = r->net->model;
     /* Ranks may call what they like, unless the device runs late: then an error is told at other times. */
     t_rng shared = t_seed(r->job->seed * 1000 + r->passes++);
     t_rng *rng = r->job->late ? &shared : &r->rng;
-    const uint32_t how = t_below(rng, 3);
+    const uint32_t how = r->job->slices ? 1 : t_below(rng, 3);
+    uint32_t position = UINT32_MAX;
     ms_result result = MS_RESULT_MORE;
     if (how == 0) {
         result = ms_step(m, loss);
     }
     while (how == 1 && result == MS_RESULT_MORE) {
-        result = ms_step_slice(m, t_below(&r->rng, 40), loss);
+        result = run_slice(r, &position, loss);
     }
     if (how == 2) {
         double norm = 0.0;
@@ -438,6 +470,8 @@ static ms_result try_step(one_rank *r, uint32_t step, uint32_t micros) {
         r->losses[step] += loss;
     }
     if (result == MS_RESULT_OK && micros < all) {
+        cancel_at(r);
+        r->some_early_end = r->places;
         result = ms_update(r->net->model);
         const ms_result settled = r->job->late ? ms_synchronize(r->net->model) : MS_RESULT_OK;
         result = result == MS_RESULT_OK ? settled : result;
@@ -527,7 +561,8 @@ static bool train(one_rank *r) {
         t_rng shared = t_seed(j->seed * 64 + step);
         const uint32_t all = r->graph.accumulation;
         const bool evals = t_chance(&shared, 0.3);
-        const uint32_t micros = t_chance(&shared, 0.3) ? 1 + t_below(&shared, all) : all;
+        const bool is_early = j->slices ? step == 1 : t_chance(&shared, 0.3);
+        const uint32_t micros = !is_early ? all : j->slices ? 1 : 1 + t_below(&shared, all);
         fine = replan(r, step);
         fine = fine && (!evals || run_until_done(r, step, 0, true));
         fine = fine && run_until_done(r, step, micros, false);
@@ -756,14 +791,15 @@ static void check_texts(const job *j, uint64_t *errors) {
             const bool has_layer =
                 culprit->failed_in != NULL && culprit->failed_layer != UINT32_MAX;
             if (o->result == MS_RESULT_OK ||
-                (j->which != FAULT_CALLBACK && j->which != FAULT_CANCEL) ||
+                (j->which != FAULT_CALLBACK && j->which != FAULT_CANCEL &&
+                 j->which != FAULT_CANCEL_AT) ||
                 strcmp(o->call, "ms_wrap again") == 0) {
                 continue;
             }
             *errors += 1;
-            const ms_result expected = j->which == FAULT_CANCEL ? MS_RESULT_CANCELLED
-                                       : is_own                 ? MS_RESULT_CALLBACK
-                                                                : MS_RESULT_RANKS;
+            const ms_result expected = j->which != FAULT_CALLBACK ? MS_RESULT_CANCELLED
+                                       : is_own                   ? MS_RESULT_CALLBACK
+                                                                  : MS_RESULT_RANKS;
             if (o->result != expected || (!is_own && strstr(o->text, by) == NULL) ||
                 (j->which == FAULT_CALLBACK && has_layer && strstr(o->text, at) == NULL)) {
                 WRONG(j, "seed %llu: rank %u, outcome %u does not name %s, %s (%s)",
@@ -849,6 +885,74 @@ static void test_steps_given_up(void **state) {
     }
     print_message("%llu errors named their cause; %llu times updates had begun, and all failed\n",
                   (unsigned long long)errors, (unsigned long long)failed);
+}
+
+/* Who is named where ranks have different things to vote on, of which one is halted already. */
+static void test_votes_that_differ(void **state) {
+    (void)state;
+    ms_vote votes[3];
+    ms_step_state judged;
+    memset(votes, 0, sizeof votes);
+    memset(&judged, 0, sizeof judged);
+    for (uint32_t r = 0; r < 3; ++r) {
+        votes[r].kind = (uint32_t)MS_VOTE_LOSS;
+        votes[r].step = 7 + r / 2; // the last one is ahead
+    }
+    votes[0].halted = (uint32_t)MS_HALT_RANKS;
+    msi_count_votes(votes, 3, &judged, NULL, 0);
+    assert_int_equal(judged.halted, MS_HALT_RANKS);
+    assert_int_equal(judged.halted_by, 2u << 22);
+    votes[1].gives_up = (uint32_t)MS_RESULT_CALLBACK;
+    msi_count_votes(votes, 3, &judged, NULL, 0);
+    assert_int_equal(judged.halted_by, 1u << 22 | (uint32_t)MS_RESULT_CALLBACK);
+    votes[1].gives_up = 0; // it is known who has
+    msi_count_votes(votes, 3, &judged, NULL, 0);
+    assert_int_equal(judged.halted_by, 1u << 22 | (uint32_t)MS_RESULT_CALLBACK);
+}
+
+/* One rank gives a step up before its instructions, also of an update between whose votes no layer is
+   called. */
+static void test_cancels_at_each_instruction(void **state) {
+    (void)state;
+    const uint32_t count = graphs(6, 200), most = (uint32_t)t_size(20, 200);
+    uint64_t jobs = 0, errors = 0, ends = 0, early_ends = 0;
+    for (uint32_t k = 0; k < count; ++k) {
+        const uint64_t seed = t_environment("MEMSCALE_TEST_SEED", 1) + k;
+        const bool late = k % 2 == 1;
+        t_rng rng = t_seed(seed + 24680);
+        rd_graph *g = graph_of(seed, late);
+        if (k % 4 < 2 && g->optimizer.kind != MS_OPTIMIZER_NONE) {
+            g->optimizer.grad_clip_norm = 0.5f;
+            g->accumulation = 2;
+        }
+        job *clean = make_job(g, seed, late, FAULT_NONE, 0, 0);
+        clean->slices = true;
+        run_job(clean);
+        check_alike(clean);
+        const one_rank *first = &clean->rank[0];
+        const uint64_t stride = 1 + first->places / most;
+        uint64_t next = 1 + t_next(&rng) % stride, at = first->some_early_end;
+        early_ends += at > 0;
+        for (at = at > 0 ? at : next; at <= first->places; at = next, next += stride) {
+            job *j = make_job(g, seed, late, FAULT_CANCEL_AT, t_below(&rng, clean->ranks), at);
+            const uint64_t before = errors;
+            j->slices = true;
+            run_job(j);
+            check_alike(j);
+            check_texts(j, &errors);
+            check_bits(j, clean);
+            jobs += 1;
+            ends += errors > before;
+            free_job(j);
+        }
+        free_job(clean);
+        free(g);
+    }
+    print_message("%u programs, of which %llu end a step early: %llu times cancelled before an "
+                  "instruction, of which %llu ended the step on all ranks\n",
+                  count, (unsigned long long)early_ends, (unsigned long long)jobs,
+                  (unsigned long long)ends);
+    assert_true(2 * ends > jobs);
 }
 
 // ------------------------------------------------------------------------------------------------
@@ -1392,8 +1496,12 @@ static void test_killed(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_killed), // the first: OpenMP has no threads yet
-        cmocka_unit_test(test_steps_given_up), cmocka_unit_test(test_collectives_fail),
-        cmocka_unit_test(test_memory),         cmocka_unit_test(test_ranks_differ),
+        cmocka_unit_test(test_steps_given_up),
+        cmocka_unit_test(test_collectives_fail),
+        cmocka_unit_test(test_votes_that_differ),
+        cmocka_unit_test(test_cancels_at_each_instruction),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_ranks_differ),
     };
     return cmocka_run_group_tests_name("ranks_faults", tests, NULL, NULL);
 }
