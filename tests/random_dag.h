@@ -2851,6 +2851,26 @@ static inline void rd_force_moves(rd_net *n, t_rng *rng) {
     }
 }
 
+/* Forces what of a param is divided among ranks, and also when some are updated. */
+static inline void rd_force_shards(rd_net *n, t_rng *rng, bool early) {
+    const rd_graph *g = n->run.graph;
+    for (uint32_t i = 0; i < g->value_count; ++i) {
+        const uint64_t random = t_next(rng);
+        if (g->value[i].role != RD_PARAM || !rd_is_float(&g->value[i])) {
+            continue;
+        }
+        const ms_tensor param = n->handle[i];
+        const ms_tensor of[] = {param, ms_gradient(n->model, param),
+                                rd_state_count(g, i) ? ms_optimizer_state(n->model, param, 0)
+                                                     : param};
+        ms_set_tensor_technique(n->model, of[random % 3], MS_TECHNIQUE_SHARDING,
+                                random % 8 < 6 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
+        if (early && random / 8 % 4 == 0) {
+            ms_set_tensor_technique(n->model, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
+        }
+    }
+}
+
 /* Formats of optimizer state, of what is built in. */
 static inline void rd_random_formats(rd_graph *g, t_rng *rng) {
     for (int k = 0; k < 2 && t_is_built_in((int)g->optimizer.kind); ++k) {
@@ -2902,6 +2922,23 @@ static inline void rd_force_half(rd_net *n, uint64_t seed) {
             }
         }
     }
+}
+
+/* The net of a rank. With a seed, it says what is divided, moved, and updated early. */
+static inline rd_net *rd_rank_net(rd_graph *g, const ms_config *config, char *failure, bool halves,
+                                  uint64_t seed, bool early) {
+    rd_net *n = rd_net_create(g, config, "rank", failure, false);
+    t_rng rng = t_seed(seed);
+    if (halves) {
+        rd_force_half(n, g->seed);
+    }
+    if (seed > 0) {
+        rd_force_shards(n, &rng, early);
+    }
+    if (seed > 0 && seed % 2 == 0) {
+        rd_force_moves(n, &rng);
+    }
+    return n;
 }
 
 static inline void rd_net_destroy(rd_net *n) {

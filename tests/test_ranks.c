@@ -97,31 +97,6 @@ static bool is_ok(rd_net *n, ms_result result, const char *call) {
            rd_fail(&n->run, "%s: %s: %s", call, ms_result_name(result), ms_last_error(n->model));
 }
 
-/* What is divided among ranks, what lies on the host, and when params are updated: the same on all. */
-static void force(rd_net *n, uint64_t seed) {
-    t_rng rng = t_seed(seed);
-    const rd_graph *g = n->run.graph;
-    for (uint32_t i = 0; i < g->value_count; ++i) {
-        const uint64_t random = t_next(&rng);
-        if (g->value[i].role != RD_PARAM || !rd_is_float(&g->value[i])) {
-            continue;
-        }
-        const ms_tensor param = n->handle[i];
-        const ms_tensor of[] = {param, ms_gradient(n->model, param),
-                                rd_state_count(g, i) ? ms_optimizer_state(n->model, param, 0)
-                                                     : param};
-        if (random % 8 < 6) {
-            ms_set_tensor_technique(n->model, of[random % 3], MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
-        }
-        if (random / 8 % 4 == 0) {
-            ms_set_tensor_technique(n->model, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
-        }
-    }
-    if (seed % 2 == 0) {
-        rd_force_moves(n, &rng);
-    }
-}
-
 /* The inputs of a round, of which each rank and micro-batch has its own. */
 static bool feed(rd_net *n, uint64_t round) {
     const rd_graph *g = n->run.graph;
@@ -258,25 +233,14 @@ static uint64_t summed_along(const msi_program *p) {
     return along;
 }
 
-static rd_net *make_net(run *r, uint32_t rank, const ms_config *config, bool forces) {
-    rd_net *n = rd_net_create(&r->graph[rank], config, "rank", r->failure[rank], false);
-    if (r->halves) {
-        rd_force_half(n, r->graph[rank].seed);
-    }
-    if (forces) {
-        force(n, r->seed);
-    }
-    return n;
-}
-
 /* A net with a plan, and the hash of that. */
 static rd_net *wrap_net(run *r, uint32_t rank, const ms_config *config, uint64_t *hash) {
     ms_memory_report report;
-    rd_net *n = make_net(r, rank, config, r->seed != 0);
+    rd_net *n = rd_rank_net(&r->graph[rank], config, r->failure[rank], r->halves, r->seed, true);
     ms_result result = ms_wrap(n->model);
     if (result == MS_RESULT_INVALID && r->seed) { // what cannot be forced
         rd_net_destroy(n);
-        n = make_net(r, rank, config, false);
+        n = rd_rank_net(&r->graph[rank], config, r->failure[rank], r->halves, 0, true);
         result = ms_wrap(n->model);
     }
     const bool fine =

@@ -305,26 +305,10 @@ static double slice_clock(void *user) {
 
 /* What is divided among ranks, what lies on the host, and when params are updated. */
 static void force(one_rank *r, uint64_t seed, bool moves) {
-    rd_net *n = r->net;
-    const rd_graph *g = &r->graph;
     t_rng rng = t_seed(seed);
-    for (uint32_t i = 0; i < g->value_count; ++i) {
-        const uint64_t random = t_next(&rng);
-        if (g->value[i].role != RD_PARAM || !rd_is_float(&g->value[i])) {
-            continue;
-        }
-        const ms_tensor param = n->handle[i];
-        const ms_tensor of[] = {param, ms_gradient(n->model, param),
-                                rd_state_count(g, i) ? ms_optimizer_state(n->model, param, 0)
-                                                     : param};
-        ms_set_tensor_technique(n->model, of[random % 3], MS_TECHNIQUE_SHARDING,
-                                random % 8 < 6 ? MS_SWITCH_ON : MS_SWITCH_DEFAULT);
-        if (random / 8 % 4 == 0 && moves) {
-            ms_set_tensor_technique(n->model, param, MS_TECHNIQUE_EARLY_UPDATE, MS_SWITCH_ON);
-        }
-    }
+    rd_force_shards(r->net, &rng, moves);
     if (moves && seed / 4 % 2 == 0) { // on late devices too
-        rd_force_moves(n, &rng);
+        rd_force_moves(r->net, &rng);
     }
 }
 

@@ -143,28 +143,6 @@ static bool see_params(snapshot *s, rd_net *n) {
     return fine;
 }
 
-/* What is divided among ranks, and what lies on the host. */
-static void force(rd_net *n, uint64_t seed) {
-    t_rng rng = t_seed(seed);
-    const rd_graph *g = n->run.graph;
-    for (uint32_t i = 0; i < g->value_count; ++i) {
-        const uint64_t random = t_next(&rng);
-        if (g->value[i].role != RD_PARAM || !rd_is_float(&g->value[i])) {
-            continue;
-        }
-        const ms_tensor param = n->handle[i];
-        const ms_tensor of[] = {param, ms_gradient(n->model, param),
-                                rd_state_count(g, i) ? ms_optimizer_state(n->model, param, 0)
-                                                     : param};
-        if (random % 8 < 7) {
-            ms_set_tensor_technique(n->model, of[random % 3], MS_TECHNIQUE_SHARDING, MS_SWITCH_ON);
-        }
-    }
-    if (seed % 2 == 0) {
-        rd_force_moves(n, &rng);
-    }
-}
-
 static bool train(job *j, uint32_t rank, rd_net *n, uint32_t first, uint32_t steps) {
     const rd_graph *g = n->run.graph;
     const uint32_t micros = g->accumulation ? g->accumulation : 1;
@@ -212,17 +190,6 @@ static bool share_buffers(job *j, uint32_t rank, rd_net *n) {
     return fine;
 }
 
-static rd_net *make(job *j, uint32_t rank, const ms_config *config, bool forces) {
-    rd_net *n = rd_net_create(&j->graph[rank], config, "rank", j->failure[rank], false);
-    if (j->halves) {
-        rd_force_half(n, j->graph[rank].seed);
-    }
-    if (forces) {
-        force(n, j->seed);
-    }
-    return n;
-}
-
 static void *work(uint32_t rank, void *argument) {
     job *j = (job *)argument;
     ms_config config = j->config;
@@ -240,11 +207,11 @@ static void *work(uint32_t rank, void *argument) {
         j->graph[rank].move = ld_move;
         j->graph[rank].mover = layers;
     }
-    rd_net *n = make(j, rank, &config, j->seed > 0);
+    rd_net *n = rd_rank_net(&j->graph[rank], &config, j->failure[rank], j->halves, j->seed, false);
     ms_result result = ms_wrap(n->model);
     if (result == MS_RESULT_INVALID && j->seed) { // what cannot be forced
         rd_net_destroy(n);
-        n = make(j, rank, &config, false);
+        n = rd_rank_net(&j->graph[rank], &config, j->failure[rank], j->halves, 0, false);
         result = ms_wrap(n->model);
     }
     j->extra[rank] = 1000 + rank;
