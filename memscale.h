@@ -2078,8 +2078,8 @@ MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
    Without memory for that the model stays suspended. Meanwhile it can be reported on, and all that
    needs values is an error (ORDER). ms_wrap and ms_detach, after ms_set_budget, resume it with another
    arena. A step in slices that is under way has to end before that: ms_cancel and ms_step_slice end
-   it, unless it has begun to update or a recomputation has old values of a buffer in place, and then
-   only ms_resume goes on. One that has come to ms_forward or ms_backward ends by itself. A shared
+   it, unless it has begun to update, a recomputation has old values of a buffer in place, or the model
+   is one of several ranks; then only ms_resume goes on. One that has come to ms_forward or ms_backward ends by itself. A shared
    arena stays. CUDA keeps streams, events and cuBLAS.
    ms_suspended_bytes: what ms_suspend would keep now, at most arena_bytes of ms_report and 64; a step
    that is under way has more to keep. 0 for a model that has nothing to give back.
@@ -2273,7 +2273,7 @@ MEMSCALE_API_CHECKED ms_result ms_step(ms_model *model, double *loss);
    empirical_profiling, and cuda_graph has no effect on them.
    Stream: does not wait, with exceptions: where the backend has no query; for another model that has
    used the shared arena; after a failure. Errors: as ms_step, and UNSUPPORTED (there is no clock:
-   MEMSCALE_NO_SYSTEM); MORE is none. */
+   MEMSCALE_NO_SYSTEM; several ranks and a shared arena); MORE is none. */
 MEMSCALE_API_CHECKED ms_result ms_step_slice(ms_model *model, uint64_t microseconds, double *loss);
 
 /* Ends the step, forward, backward, update, eval or ms_verify that is under way, or else the next
@@ -3865,7 +3865,9 @@ MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
 
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
-    if (s->halted >= (uint32_t)MS_HALT_OVERFLOW && s->halted_step != s->step) {
+    const bool skips =
+        s->halted == (uint32_t)MS_HALT_OVERFLOW || s->halted == (uint32_t)MS_HALT_SKIPPED;
+    if (skips && s->halted_step != s->step) {
         s->halted = MS_HALT_NONE;
     }
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -5361,7 +5363,8 @@ typedef struct msi_ranks {
     bool has_agreed;   // a vote has ended the step, on all ranks
     bool gives_up;     // from here on it calls no layer, until a vote has ended the step
     bool is_committed; // this step's vote on its update has been counted
-    ms_result why;
+    ms_result why;     // it gives up, in this layer, or in none: UINT32_MAX
+    uint32_t layer;
     ms_result told; // of all when they last agreed on a result: the first one that is not OK
     char text[MSI_ERROR_BYTES];
     uint32_t mark_first, mark_count; // those that have not come
@@ -27414,7 +27417,7 @@ static MSI_COLD ms_result msi_fail_by_rank(ms_model *m, const ms_step_state *sta
                              ? msi_words_of(" at %s", msi_layer_label(&m->graph, layer - 1).text)
                              : msi_words_of("%s", "");
     m->run.failed |= (state->runs & MSI_VOTE_PASSED) != 0;
-    if (m->ranks.gives_up) {
+    if (m->ranks.gives_up || (why != MS_RESULT_OK && rank == m->config.comm.rank)) {
         m->ranks.gives_up = false;
         return msi_fail(m, m->ranks.why, "%s", m->ranks.text);
     }
@@ -27561,7 +27564,8 @@ static ms_result msi_vote_to_go(ms_model *m) {
 }
 
 /* This rank has failed: the others learn that by the next vote. */
-static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why, uint32_t layer) {
+static MSI_COLD ms_result msi_give_up(ms_model *m, ms_result why) {
+    const uint32_t layer = m->ranks.layer;
     ms_step_state *state = (ms_step_state *)(void *)(msi_step_on_host(m) + MSI_STATE_BYTES);
     m->ranks.gives_up = true; // collectives now send what the layers left out were to write
     msi_asan_unpoison(&m->config.backend, msi_transient(&m->run), m->run.store->transient_bytes);
@@ -31971,12 +31975,11 @@ static MSI_COLD ms_result msi_go_on_with_ranks(ms_model *m, ms_result result, bo
     if (msi_flag_is_set(&m->ranks.is_broken)) {
         return msi_fail_ranks(m);
     }
+    m->ranks.layer = msi_calls_layer((msi_op)i->op) && has_run ? i->target : UINT32_MAX;
     const bool for_ranks = i->op == MSI_OP_CLIP || msi_engines[msi_ops[i->op].engine].is_network;
     const bool ends =
         (has_run && for_ranks) || m->run.recording || m->ranks.gives_up || m->ranks.has_agreed;
-    return ends ? result
-                : msi_give_up(m, result,
-                              msi_calls_layer((msi_op)i->op) && has_run ? i->target : UINT32_MAX);
+    return ends ? result : msi_give_up(m, result);
 }
 
 /* Ranks vote on the norm before it is judged, or else on whether to go on before the first update. */
@@ -32292,23 +32295,42 @@ static ms_result msi_record(ms_model *m, msi_recording *g) {
     return result;
 }
 
+/* After an error before the recording of a step was launched, which the other ranks launch: runs the
+   micro-batch without layers. */
+static MSI_COLD ms_result msi_give_up_recording(ms_model *m, ms_result why, uint32_t micro) {
+    const msi_errors errors = m->errors;
+    m->run.micro = micro;
+    ms_result result = msi_start(m, &m->run.plan->train);
+    m->errors = errors;
+    MSI_THEN(result, msi_abandon_on_error(m, msi_give_up(m, why)));
+    MSI_THEN(result, msi_run_step(m));
+    return result;
+}
+
 /* Runs a step by its recording, which is made here if it is missing. The first step runs without
-   one, so that callbacks have done what they do only once. */
+   one, so that callbacks have done what they do only once; and a step in which a rank of several is to
+   be cancelled, since ranks vote on that. */
 static ms_result msi_replay(ms_model *m) {
     msi_recording *g =
         &m->run.plan->recordings[(m->run.micro == 0 ? MSI_RECORDING_FIRST : 0) |
                                  (msi_is_last_micro(&m->run) ? MSI_RECORDING_LAST : 0)];
     const uint64_t step = m->run.step;
-    if (!g->warm || msi_is_timed(&m->run)) {
+    const uint32_t micro = (uint32_t)m->run.micro;
+    const bool has_ranks = m->ranks.count > 1, cancels = has_ranks && msi_flag_is_set(&m->cancel);
+    if (!g->warm || cancels || msi_is_timed(&m->run)) {
         const ms_result result = msi_run_step(m);
         g->warm = result == MS_RESULT_OK;
         return result;
     }
     const bool made = g->handle && g->made_for == msi_recording_key(m);
-    ms_result result = msi_check_cancel(m);
+    m->ranks.layer = UINT32_MAX;
+    ms_result result = has_ranks ? MS_RESULT_OK : msi_check_cancel(m);
     MSI_THEN(result, msi_is_last_micro(&m->run) ? msi_upload_factors(m) : MS_RESULT_OK);
     result = msi_abandon_on_error(m, result);
     MSI_THEN(result, made ? MS_RESULT_OK : msi_record(m, g));
+    if (result != MS_RESULT_OK && has_ranks) {
+        return msi_give_up_recording(m, result, micro);
+    }
     MSI_THEN(result, msi_abandon_on_error(m, MSI_DEVICE(m, recording_launch,
                                                         "the launch of a recording", g->handle)));
     MSI_THEN(result, msi_mark(m));
@@ -32537,12 +32559,13 @@ static ms_result msi_enter_slices(ms_model *m) {
     static const char *const function = "ms_step_slice";
     msi_slices *s = &m->run.slices;
     const bool goes_on = s->is_open && !m->run.busy && !m->run.visits;
-    if (goes_on && msi_is_suspended(m)) { // undoing old state takes instructions, these a device
-        const ms_result ended = m->run.state_is_old ? MS_RESULT_OK : msi_check_cancel(m);
+    if (goes_on && msi_is_suspended(m)) { // undoing old state, and a vote of ranks, take a device
+        const bool can_end = !m->run.state_is_old && m->ranks.count < 2;
+        const ms_result ended = can_end ? msi_check_cancel(m) : MS_RESULT_OK;
         return ended == MS_RESULT_OK ? msi_fail_suspended(m, function) : msi_abandon(m, ended);
     }
     if (goes_on) {
-        return msi_owns_arena(m)
+        return s->is_enqueued || msi_owns_arena(m)
                    ? MS_RESULT_OK
                    : msi_abandon(m, msi_fail(m, MS_RESULT_ORDER,
                                              "%s: another model has used the shared arena since "
@@ -32550,6 +32573,13 @@ static ms_result msi_enter_slices(ms_model *m) {
                                              function));
     }
     ms_result result = msi_check_start(m, function, true);
+    if (result == MS_RESULT_OK && m->run.arena && m->ranks.count > 1) {
+        return msi_fail(
+            m, MS_RESULT_UNSUPPORTED,
+            "%s: a rank whose slice comes after another model has used the shared arena "
+            "would begin anew alone: give the model an arena of its own",
+            function);
+    }
     if (result == MS_RESULT_OK) {
         s->is_open = true;
         s->is_enqueued = false;

@@ -152,6 +152,156 @@ static void replays_of_ranks_give_the_bits_of_steps(void **state) {
     }
 }
 
+typedef enum trouble { NO_TROUBLE, CANCELS, RETURNS_ERROR, CANNOT_BE_RECORDED, TROUBLES } trouble;
+
+typedef struct troubled_run {
+    tc_world world;
+    cn_how how;
+    uint64_t seed, at,
+        ahead; // the micro-batch; steps that are enqueued before a rank waits for them
+    uint32_t culprit;
+    trouble what;
+    bool is_done[NCCL_RANKS], has_changed[NCCL_RANKS];
+    uint32_t errors[NCCL_RANKS];
+    ms_result last_error[NCCL_RANKS];
+    cn_values values[NCCL_RANKS];
+} troubled_run;
+
+/* One micro-batch, in which the culprit may have its trouble. */
+static ms_result troubled_pass(const troubled_run *r, uint32_t rank, cn_net *net, uint64_t number,
+                               bool is_troubled) {
+    double loss;
+    cn_op *op = &net->ops[r->seed % net->op_count];
+    ms_result result = cn_feed(net, number * NCCL_RANKS + rank);
+    if (is_troubled && r->what == CANCELS) {
+        ms_cancel(net->model);
+    } else if (is_troubled) {
+        op->sin = r->what == RETURNS_ERROR ? CN_SIN_RETURN : CN_SIN_SYNCHRONIZE;
+        op->sin_phase = r->how.early == MS_SWITCH_OFF ? MS_PHASE_BACKWARD : MS_PHASE_FORWARD;
+    }
+    result = result == MS_RESULT_OK ? ms_step(net->model, r->seed % 2 ? &loss : NULL) : result;
+    op->sin = CN_SIN_NONE;
+    return result;
+}
+
+/* Steps are run again from the one that has an error. */
+static void troubled_train(troubled_run *r, uint32_t rank, cn_net *net) {
+    const uint64_t micros = r->how.micro_count ? r->how.micro_count : 1;
+    uint64_t step = 0, passes = 0;
+    ms_result result = MS_RESULT_OK;
+    while (step < STEPS && r->errors[rank] < 4) {
+        const uint64_t end = step + r->ahead < STEPS ? step + r->ahead : (uint64_t)STEPS;
+        cn_values before, after;
+        result = cn_read_values(net, &before);
+        for (uint64_t k = step * micros; k < end * micros && result == MS_RESULT_OK; k++) {
+            const bool is_troubled =
+                rank == r->culprit && r->what != NO_TROUBLE && ++passes == r->at;
+            result = troubled_pass(r, rank, net, k, is_troubled);
+        }
+        result = result == MS_RESULT_OK ? ms_synchronize(net->model) : result;
+        if (result != MS_RESULT_OK) {
+            r->errors[rank] += 1;
+            r->last_error[rank] = result;
+            const bool all = net->model->run.step == step;
+            if (cn_read_values(net, &after) != MS_RESULT_OK) {
+                return;
+            }
+            r->has_changed[rank] |= all && !cn_alike(&before, &after, 0.0);
+        }
+        step = net->model->run.step;
+    }
+    r->is_done[rank] = cn_read_values(net, &r->values[rank]) == MS_RESULT_OK && step == STEPS;
+}
+
+static void *run_troubled(uint32_t rank, void *argument) {
+    troubled_run *r = (troubled_run *)argument;
+    ms_comm comm = r->world.ranks[rank].comm;
+    ms_nccl_id id;
+    cn_net net;
+    cn_how how = r->how;
+    emulation_reset(r->seed * NCCL_RANKS + rank);
+    if (ms_nccl_share_id(&comm, &id) != MS_RESULT_OK ||
+        ms_comm_nccl(&id, rank, NCCL_RANKS, &comm) != MS_RESULT_OK) {
+        return r;
+    }
+    how.comm = &comm;
+    cn_start(&net, &how);
+    troubled_train(r, rank, &net);
+    cn_destroy(&net);
+    ms_comm_close(&comm);
+    cn_clean();
+    return NULL;
+}
+
+static troubled_run *troubled(const cn_how *how, uint64_t seed, trouble what) {
+    troubled_run *r = (troubled_run *)meeting_shared(sizeof *r);
+    const uint64_t micros = how->micro_count ? how->micro_count : 1;
+    t_rng rng = t_seed(seed * TROUBLES + (uint64_t)what);
+    assert_non_null(r);
+    r->how = *how;
+    r->seed = seed;
+    r->what = what;
+    r->culprit = t_below(&rng, NCCL_RANKS);
+    r->ahead = 1 + t_below(&rng, 3);
+    r->at = 1 + t_below(&rng, (uint32_t)(STEPS * micros));
+    if (what == RETURNS_ERROR || what == CANNOT_BE_RECORDED) { // where layers are called
+        r->at = 1 + t_below(&rng, (uint32_t)(2 * micros));
+    }
+    tc_open(&r->world, NCCL_RANKS);
+    assert_true(tc_run(&r->world, run_troubled, r));
+    return r;
+}
+
+static void troubled_free(troubled_run *r) {
+    tc_close(&r->world);
+    munmap(r, sizeof *r);
+}
+
+/* What keeps one rank from launching a recording ends the step on all; then it is run again. */
+static void ranks_agree_to_give_up_what_is_recorded(void **state) {
+    (void)state;
+    cn_how cases[GRAPH_CASES];
+    uint32_t errors[TROUBLES] = {0};
+    make_cases(cases);
+    for (uint64_t k = 0; k < GRAPH_CASES * cn_seeds(10); k++) {
+        cn_how how = cases[k % GRAPH_CASES];
+        how.stateless = true; // what a step that does not count has done to a buffer stays
+        how.shards = k % 3 != 2 && !how.borrows;
+        if (k % 3 > 0 && how.early == MS_SWITCH_DEFAULT) { // backward may fail before any update
+            how.early = MS_SWITCH_OFF;
+        }
+        how.graph = k % 8 != 7;
+        troubled_run *clean = troubled(&how, k, NO_TROUBLE);
+        for (int what = CANCELS; what < TROUBLES; what++) {
+            troubled_run *r = troubled(&how, k, (trouble)what);
+            errors[what] += r->errors[0];
+            for (uint32_t rank = 0; rank < NCCL_RANKS; rank++) {
+                const ms_result expected = what == CANCELS      ? MS_RESULT_CANCELLED
+                                           : rank == r->culprit ? MS_RESULT_CALLBACK
+                                                                : MS_RESULT_RANKS;
+                const bool fine = r->is_done[rank] && !r->has_changed[rank] &&
+                                  r->errors[rank] == r->errors[0] &&
+                                  (what != CANCELS || r->errors[rank] == 1) &&
+                                  (!r->errors[rank] || r->last_error[rank] == expected) &&
+                                  cn_alike(&r->values[rank], &clean->values[0], 0.0);
+                if (!fine) {
+                    print_error("case %u, trouble %d in micro-batch %u of rank %u, %u steps ahead: "
+                                "rank %u: %s, %u errors, last %s%s\n",
+                                (unsigned)k, what, (unsigned)r->at, (unsigned)r->culprit,
+                                (unsigned)r->ahead, (unsigned)rank,
+                                r->is_done[rank] ? "done" : "not done", (unsigned)r->errors[rank],
+                                ms_result_name(r->last_error[rank]),
+                                r->has_changed[rank] ? ", changed" : "");
+                }
+                assert_true(fine);
+            }
+            troubled_free(r);
+        }
+        troubled_free(clean);
+    }
+    assert_true(errors[RETURNS_ERROR] > 0 && errors[CANNOT_BE_RECORDED] > 0);
+}
+
 #endif
 
 /* Steps that are timed run by themselves: one that is slow for once, two samples, and two by the
@@ -560,6 +710,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
 #ifdef CUDART_EMULATION
         cmocka_unit_test(replays_of_ranks_give_the_bits_of_steps),
+        cmocka_unit_test(ranks_agree_to_give_up_what_is_recorded),
 #endif
         cmocka_unit_test(replays_give_the_bits_of_steps),
         cmocka_unit_test(steps_are_recorded_after_they_are_timed),

@@ -1083,6 +1083,8 @@ static void play_arena(seat *s) {
     TC_CHECK(s, ms_read(s->m, ms_gradient(s->m, s->n->param[0]), s->lent[0]) ==
                     (of->micros == 2 && of->level != 1 ? MS_RESULT_OK : MS_RESULT_ORDER));
     TC_CHECK(s, ms_update(s->m) == MS_RESULT_ORDER);
+    TC_CHECK(s, ms_step_slice(s->m, 100, NULL) ==
+                    (of->ranks > 1 ? MS_RESULT_UNSUPPORTED : MS_RESULT_MORE));
     TC_CHECK_OK(s, toy_see(s->n, s->seen, true));
     turn_to(s, 1);
     seat_end(s);

@@ -393,13 +393,26 @@ static void begin_pass(rd_net *n, uint32_t step, uint32_t micro) {
 }
 
 /* The culprit of FAULT_CANCEL_AT cancels here, if it is its turn. */
-static void cancel_at(one_rank *r) {
+static bool cancel_at(one_rank *r) {
     const job *j = r->job;
     r->places += 1;
-    if (j->which == FAULT_CANCEL_AT && r->number == j->culprit && r->places == j->at) {
-        r->failed_in = "here";
-        r->failed_layer = UINT32_MAX;
-        ms_cancel(r->net->model);
+    if (j->which != FAULT_CANCEL_AT || r->number != j->culprit || r->places != j->at) {
+        return false;
+    }
+    r->failed_in = "here";
+    r->failed_layer = UINT32_MAX;
+    ms_cancel(r->net->model);
+    return true;
+}
+
+/* A rank that is suspended cannot vote: its step does not end. */
+static void slice_suspended(one_rank *r, double *loss) {
+    ms_model *m = r->net->model;
+    const ms_result suspended = ms_suspend(m, NULL), sliced = ms_step_slice(m, 1, loss);
+    const ms_result resumed = ms_resume(m);
+    if (suspended != MS_RESULT_OK || sliced != MS_RESULT_ORDER || resumed != MS_RESULT_OK) {
+        rd_fail(&r->net->run, "ms_suspend: %s, a slice: %s, ms_resume: %s",
+                ms_result_name(suspended), ms_result_name(sliced), ms_result_name(resumed));
     }
 }
 
@@ -408,7 +421,9 @@ static ms_result run_slice(one_rank *r, uint32_t *position, double *loss) {
     ms_model *m = r->net->model;
     if (r->job->slices && m->run.position != *position) {
         *position = m->run.position;
-        cancel_at(r);
+        if (cancel_at(r) && r->job->at % 3 == 0) {
+            slice_suspended(r, loss);
+        }
     }
     return ms_step_slice(m, r->job->slices ? 1 : t_below(&r->rng, 40), loss);
 }
@@ -454,7 +469,7 @@ static ms_result try_step(one_rank *r, uint32_t step, uint32_t micros) {
         r->losses[step] += loss;
     }
     if (result == MS_RESULT_OK && micros < all) {
-        cancel_at(r);
+        (void)cancel_at(r);
         r->some_early_end = r->places;
         result = ms_update(r->net->model);
         const ms_result settled = r->job->late ? ms_synchronize(r->net->model) : MS_RESULT_OK;

@@ -1124,6 +1124,60 @@ static void slices_do_not_wait_for_a_device(void **state) {
     steps_on_a_device(false);
 }
 
+/* A step that is enqueued whole needs the arena no more: another model may use it before the loss has come.
+   Before that, the step begins anew. */
+static void a_shared_arena_is_needed_until_all_is_enqueued(void **state) {
+    (void)state;
+    static late_net net[3]; // alone, and two that share an arena
+    enum { COUNT = 40 };
+    double expected[COUNT], loss;
+    ms_arena *arena = NULL;
+    uint32_t early = 0, late = 0;
+    v_open(&net[0].device, 7);
+    const ms_backend backend = v_backend(&net[0].device);
+    t_ok(NULL, ms_arena_create(&backend, NULL, &arena));
+    for (int k = 0; k < 3; ++k) {
+        t_net_begin(&net[k].n);
+        net[k].n.config.backend = backend;
+        net[k].n.config.arena = k ? arena : NULL;
+        give_clock(&net[k].n.config);
+        late_start(&net[k], v_forward, v_backward);
+    }
+    for (uint32_t step = 0; step < COUNT; ++step) {
+        t_ok(net[0].n.m, ms_step(net[0].n.m, &expected[step]));
+    }
+    ms_model *m = net[1].n.m, *other = net[2].n.m;
+    for (uint32_t step = 0, slice = 0; step < COUNT; slice = 0) {
+        ms_result result = MS_RESULT_MORE;
+        bool ends = false;
+        while (result == MS_RESULT_MORE) {
+            result = ms_step_slice(m, 300, &loss);
+            const bool enqueued = m->run.slices.is_enqueued;
+            if (result == MS_RESULT_MORE && (enqueued || (step % 4 == 3 && ++slice == 2))) {
+                t_ok(other, ms_step(other, NULL));
+                late += enqueued;
+                ends |= !enqueued;
+            }
+        }
+        if (ends) {
+            early += 1;
+            t_error(m, result, MS_RESULT_ORDER);
+            t_ok(m, ms_step(m, &loss));
+        } else {
+            t_ok(m, result);
+        }
+        assert_true(loss == expected[step]);
+        step += 1;
+        assert_int_equal(m->run.step, step);
+    }
+    assert_true(early > 0 && late > 0);
+    for (int k = 2; k >= 0; --k) {
+        t_net_end(&net[k].n);
+    }
+    ms_arena_destroy(arena);
+    v_close(&net[0].device);
+}
+
 /* A device that works in time: what layers enqueue takes its time after what was enqueued before, and
    an event has come when that has passed. */
 typedef struct timed_device {
@@ -1315,6 +1369,7 @@ int main(void) {
         cmocka_unit_test(cancel_waits_for_a_step),
 #ifndef T_CUDA
         cmocka_unit_test(slices_do_not_wait_for_a_device),
+        cmocka_unit_test(a_shared_arena_is_needed_until_all_is_enqueued),
         cmocka_unit_test(a_busy_device_is_given_what_fits),
         cmocka_unit_test(a_device_of_another_pace_is_given_no_more),
 #endif
