@@ -315,7 +315,7 @@
       searches      >>moves >>greedy >>lists >>chain >>exhaustive >>grouping >>solve
       plans         >>order >>fold >>plans >>plan >>policy >>explain
       a step        >>optimizer >>call >>matrices; in debug mode >>stage >>checks >>probes >>debug;
-                    >>timing >>execute
+                    >>timing >>execute >>steps
       between steps >>values >>place >>relocate >>adopt >>model >>verify
                     >>safetensors >>checkpoints >>files
       reports       >>report >>api >>listing >>trace
@@ -32039,6 +32039,9 @@ static ms_result msi_run_to(ms_model *m, uint32_t end) {
     m->run.copies &= !ends; // all of them were awaited
     return MS_RESULT_OK;
 }
+
+// ------------------------------------------------------------------------------------------------
+// >>steps  a step in three calls, in one, by a recording, or in slices; and when it may begin
 
 /* Runs forward of the program that was started, and sums its loss. */
 static ms_result msi_run_forward(ms_model *m) {
