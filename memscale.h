@@ -2079,8 +2079,8 @@ MEMSCALE_API_CHECKED ms_result ms_detach(ms_model *model);
    needs values is an error (ORDER). ms_wrap and ms_detach, after ms_set_budget, resume it with another
    arena. A step in slices that is under way has to end before that: ms_cancel and ms_step_slice end
    it, unless it has begun to update, a recomputation has old values of a buffer in place, or the model
-   is one of several ranks; then only ms_resume goes on. One that has come to ms_forward or ms_backward ends by itself. A shared
-   arena stays. CUDA keeps streams, events and cuBLAS.
+   is one of several ranks; then only ms_resume goes on. One that has come to ms_forward or
+   ms_backward ends by itself. A shared arena stays. CUDA keeps streams, events and cuBLAS.
    ms_suspended_bytes: what ms_suspend would keep now, at most arena_bytes of ms_report and 64; a step
    that is under way has more to keep. 0 for a model that has nothing to give back.
    Stream: waits. Errors: ORDER (not wrapped, suspended or not, in a callback), OUT_OF_MEMORY,
@@ -3863,11 +3863,14 @@ MSI_HD void msi_correct_bias(ms_update_factors *f, const ms_step_state *s) {
     }
 }
 
+/* Whether a step was halted without an error, so that the next loss ends that. */
+MSI_HD bool msi_is_skipped(const ms_step_state *s) {
+    return s->halted == (uint32_t)MS_HALT_OVERFLOW || s->halted == (uint32_t)MS_HALT_SKIPPED;
+}
+
 /* Halts the step if the loss is not finite. The first reason to halt stays. */
 MSI_HD void msi_judge_loss(ms_step_state *s, double loss) {
-    const bool skips =
-        s->halted == (uint32_t)MS_HALT_OVERFLOW || s->halted == (uint32_t)MS_HALT_SKIPPED;
-    if (skips && s->halted_step != s->step) {
+    if (msi_is_skipped(s) && s->halted_step != s->step) {
         s->halted = MS_HALT_NONE;
     }
     if (s->halted == (uint32_t)MS_HALT_NONE) {
@@ -3957,7 +3960,8 @@ MSI_HD bool msi_is_alike_vote(const ms_vote *vote, const ms_vote *first) {
 }
 
 /* Counts the votes of all ranks, each of which gets the same result. The step is halted if a rank
-   gives it up, or votes on something else; or as the first rank is that is halted by itself. */
+   gives it up, or votes on something else; or as the first rank is that is halted by itself. Who was
+   named in an earlier vote on the step stays named. */
 MSI_HD void msi_count_votes(const ms_vote *votes, uint32_t vote_count, ms_step_state *judged,
                             ms_norm *norms, uint32_t count) {
     double loss = 0.0;
@@ -5363,9 +5367,9 @@ typedef struct msi_ranks {
     bool has_agreed;   // a vote has ended the step, on all ranks
     bool gives_up;     // from here on it calls no layer, until a vote has ended the step
     bool is_committed; // this step's vote on its update has been counted
-    ms_result why;     // it gives up, in this layer, or in none: UINT32_MAX
-    uint32_t layer;
-    ms_result told; // of all when they last agreed on a result: the first one that is not OK
+    ms_result why;     // the error for which it gives up, and
+    uint32_t layer;    // the layer that it comes from, or UINT32_MAX
+    ms_result told;    // of all when they last agreed on a result: the first one that is not OK
     char text[MSI_ERROR_BYTES];
     uint32_t mark_first, mark_count; // those that have not come
     double moved_us;                 // when the device was last given or seen to pass one
@@ -27401,8 +27405,7 @@ static MSI_COLD msi_words msi_nonfinite_name(const ms_model *m, const ms_nonfini
 
 /* Whether a step was halted for a reason that is an error. */
 static bool msi_is_error_halt(const ms_step_state *state) {
-    return state->halted == (uint32_t)MS_HALT_LOSS || state->halted == (uint32_t)MS_HALT_NORM ||
-           state->halted == (uint32_t)MS_HALT_RANKS;
+    return state->halted != (uint32_t)MS_HALT_NONE && !msi_is_skipped(state);
 }
 
 enum { MSI_REASON_BITS = 5, MSI_NAMED_LAYERS = (1 << (22 - MSI_REASON_BITS)) - 1 };

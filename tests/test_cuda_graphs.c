@@ -157,8 +157,9 @@ typedef enum trouble { NO_TROUBLE, CANCELS, RETURNS_ERROR, CANNOT_BE_RECORDED, T
 typedef struct troubled_run {
     tc_world world;
     cn_how how;
-    uint64_t seed, at,
-        ahead; // the micro-batch; steps that are enqueued before a rank waits for them
+    uint64_t seed;
+    uint64_t at;    // the micro-batch of the trouble, from 1 on
+    uint64_t ahead; // steps that are enqueued before a rank waits for them
     uint32_t culprit;
     trouble what;
     bool is_done[NCCL_RANKS], has_changed[NCCL_RANKS];

@@ -930,9 +930,10 @@ static void test_cancels_at_each_instruction(void **state) {
         check_alike(clean);
         const one_rank *first = &clean->rank[0];
         const uint64_t stride = 1 + first->places / most;
-        uint64_t next = 1 + t_next(&rng) % stride, at = first->some_early_end;
-        early_ends += at > 0;
-        for (at = at > 0 ? at : next; at <= first->places; at = next, next += stride) {
+        const uint64_t begin = 1 + t_next(&rng) % stride, early_end = first->some_early_end;
+        early_ends += early_end > 0;
+        for (uint64_t i = early_end > 0 ? 0 : begin; i <= first->places; i += i ? stride : begin) {
+            const uint64_t at = i ? i : early_end; // which is one of few, and so comes first
             job *j = make_job(g, seed, late, FAULT_CANCEL_AT, t_below(&rng, clean->ranks), at);
             const uint64_t before = errors;
             j->slices = true;

@@ -1147,8 +1147,9 @@ static void a_shared_arena_is_needed_until_all_is_enqueued(void **state) {
         t_ok(net[0].n.m, ms_step(net[0].n.m, &expected[step]));
     }
     ms_model *m = net[1].n.m, *other = net[2].n.m;
-    for (uint32_t step = 0, slice = 0; step < COUNT; slice = 0) {
+    for (uint32_t step = 0; step < COUNT; ++step) {
         ms_result result = MS_RESULT_MORE;
+        uint32_t slice = 0;
         bool ends = false;
         while (result == MS_RESULT_MORE) {
             result = ms_step_slice(m, 300, &loss);
@@ -1167,8 +1168,7 @@ static void a_shared_arena_is_needed_until_all_is_enqueued(void **state) {
             t_ok(m, result);
         }
         assert_true(loss == expected[step]);
-        step += 1;
-        assert_int_equal(m->run.step, step);
+        assert_int_equal(m->run.step, step + 1);
     }
     assert_true(early > 0 && late > 0);
     for (int k = 2; k >= 0; --k) {
